@@ -35,7 +35,7 @@ class Menu:
 def target_menu(config: CompileConfig) -> Menu:
     """One token for plain decoding, every verified width, and the prefill chunk.
 
-    Rounded weights have a graph of one row: with a quarter of the bytes, arithmetic takes time.
+    Quantised weights have a graph of one row: with a quarter of the bytes, a second row takes time.
     """
     widths = {max(width, SMALLEST) for width in config.verify_widths}
     plain = {SMALLEST} if config.weights == "bf16" else {1, SMALLEST}

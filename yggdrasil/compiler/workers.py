@@ -37,10 +37,6 @@ from yggdrasil.store import storage
 
 __all__ = ["GraphJob", "compile_graphs", "is_deep", "run_job"]
 
-# Graphs of a draft up to this size run many times per step. Only in a small model the wrapper's own time
-# can be seen.
-GROWTH_TOKENS = 8
-SMALL_WEIGHTS = 100 * 2**20  # bytes
 # From this number of layers on, a graph is built sooner by region. A call takes 4 us, so the weights of a
 # layer must be large, too.
 DEEP = 20
@@ -113,9 +109,8 @@ def run_job(job: GraphJob) -> None:
         temporary = folder / path.name
         meta_NM = empty_meta(job.num_tokens, job.max_depth, device=job.device)
         num_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
-        is_small = job.num_candidates > 0 and job.num_tokens <= GROWTH_TOKENS and num_bytes <= SMALL_WEIGHTS
         by_region = is_deep(job.kv.num_layers, num_bytes, job.device)
-        compile_graph(module, meta_NM, temporary, exact=job.exact, is_small=is_small, by_region=by_region)
+        compile_graph(module, meta_NM, temporary, exact=job.exact, by_region=by_region)
         storage.put(temporary, path)
 
 

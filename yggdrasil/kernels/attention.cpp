@@ -311,6 +311,7 @@ class Block {
     num_lanes_ = lanes.end - lanes.begin;
     is_tiled_ = std::is_same_v<Dtype, BFloat16> && amx_granted();
     measure();
+    prefetch_first_pages();
     lay_out_queries();
     score();
     weigh();
@@ -350,6 +351,13 @@ class Block {
     const char* page = reinterpret_cast<const char*>(at(cache, index));
     for (int64_t byte = 0; byte < kPageLen * call_->dim * int64_t(sizeof(Element)); byte += 64)
       __builtin_prefetch(page + byte, 0, 2);
+  }
+
+  // Prefetches what `score_indices` and `lay_out_values` read before they prefetch for themselves.
+  void prefetch_first_pages() const {
+    if (laid_out_ > 0) return;
+    for (const Element* cache : {call_->key_cache, call_->value_cache})
+      for (int64_t p = 0; p < kPages; ++p) prefetch(cache, p * kPageLen, last_index_ + 1);
   }
 
   // Copies the queries lane after lane; for tiles, word s of all lanes becomes a line.

@@ -878,6 +878,10 @@ at::Tensor ygg::read_linear(const at::Tensor& x, const at::Tensor& meta, const a
   const at::Tensor out = outputs_of(x, weights, false);
   const std::vector<int64_t> rows = read_rows(meta);
   if (rows.empty()) return out;
+  if (int64_t(rows.size()) == num_rows) {
+    multiply_(out, x, weights, false);
+    return out;
+  }
   const at::Tensor all = x.contiguous().view({num_rows, x.size(-1)});
   const at::Tensor all_out = out.view({num_rows, out_features});
   const int64_t first = rows.front(), count = int64_t(rows.size());
