@@ -37,8 +37,9 @@ extern template class std::basic_regex<char>;
 extern template class std::__detail::_Compiler<std::regex_traits<char>>;
 extern template class std::__detail::_NFA<std::regex_traits<char>>;
 extern template class std::__detail::_Scanner<char>;
-extern template bool std::regex_match(const std::string&, std::smatch&, const std::regex&,
-                                      std::regex_constants::match_flag_type);
+extern template __attribute__((noinline)) bool std::regex_match(const std::string&, std::smatch&,
+                                                                const std::regex&,
+                                                                std::regex_constants::match_flag_type);
 #endif
 }"""
 """The templates of runtime.cpp. Inductor writes `extern` before this block, in one of C entry points."""
