@@ -37,6 +37,8 @@ def test_the_templates_of_the_runtime_are_compiled_as_they_are_declared() -> Non
     statements = re.compile(r"^(?:extern )?(template [^;]*;)$", re.MULTILINE)
     compiled = statements.findall((FOLDER / "runtime.cpp").read_text())
     assert len(compiled) == 5
-    assert [re.sub(r"\s+", " ", each) for each in statements.findall(RUNTIME)] == [
+    # inlined, it would be compiled in every graph
+    declared = RUNTIME.replace("__attribute__((noinline)) ", "")
+    assert [re.sub(r"\s+", " ", each) for each in statements.findall(declared)] == [
         re.sub(r"\s+", " ", each) for each in compiled
     ]
