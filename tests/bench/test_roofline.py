@@ -116,6 +116,14 @@ def test_weights_of_8_bits_may_grow_more_and_those_of_4_have_no_limit() -> None:
     assert list(by_goal(verify_goals(passes, [512], "int4"))) == ["T(1) over bytes / rate at context 512"]
 
 
+def test_a_graph_of_one_row_is_the_narrowest_where_there_is_one() -> None:
+    passes = [measured(1, 11.0), measured(2, 20.0), measured(8, 12.0), measured(16, 40.0)]
+    reached = by_goal(verify_goals(passes, [512], "int8"))
+    assert reached["T(8)/T(1) at context 512"]
+    assert not reached["T(16)/T(1) at context 512"]
+    assert reached["T(1) over bytes / rate at context 512"]
+
+
 def test_goals_of_the_step_are_left_out_where_nothing_was_drafted() -> None:
     good = {"growth_step_ms": 0.2, "host_ms": 0.4}
     bad = {"growth_step_ms": 0.21, "host_ms": 0.41}
