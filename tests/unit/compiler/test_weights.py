@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -31,6 +32,15 @@ def huge_bytes(address: int) -> int:
         elif is_here and line.startswith("FilePmdMapped:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def pages_in_memory(path: Path) -> int:
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    flags = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(np.frombuffer(mapped, dtype=np.uint8).ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), flags) == 0
+    return sum(flags)
 
 
 def has_large_folios(path: Path) -> bool:
@@ -80,6 +90,19 @@ def test_every_tensor_loads_as_it_was_saved(tmp_path: Path) -> None:
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor), name
     assert loaded["model.tied"].data_ptr() == loaded["model.weight"].data_ptr()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_a_written_file_leaves_memory(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(2**20))
+    with other.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(other):
+        pytest.skip("this file system keeps files in memory")
+    save_weights(Odd(), tmp_path)
+    assert pages_in_memory(tmp_path / FILE_NAME) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
