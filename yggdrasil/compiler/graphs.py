@@ -88,7 +88,7 @@ def compile_graph(
             # Every operation rounds its result, whatever it is fused with: with one row, Inductor fuses an
             # addition and the norm after it. On CUDA one row runs as two.
             "emulate_precision_casts": not meta_NM.is_cuda,
-            # At O0 a forward takes 2 % longer, and that of a small draft a tenth.
+            # At O0 a forward takes up to 3 % longer, and that of a small draft a tenth.
             "aot_inductor.compile_wrapper_opt_level": "O1",
             # The wrapper calls our operators directly, not through the dispatcher.
             "aot_inductor.custom_ops_to_c_shims": c_shims(),

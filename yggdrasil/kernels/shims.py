@@ -42,7 +42,10 @@ extern template __attribute__((noinline)) bool std::regex_match(const std::strin
                                                                 std::regex_constants::match_flag_type);
 #endif
 }"""
-"""The templates of runtime.cpp. Inductor writes `extern` before this block, in one of C entry points."""
+"""The templates of runtime.cpp. Inductor writes `extern` before this block, in one of C entry points.
+
+Inlined, `regex_match` would be compiled in every graph.
+"""
 
 
 def c_shims() -> dict[Any, list[str]]:
