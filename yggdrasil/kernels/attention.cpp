@@ -354,7 +354,7 @@ class Block {
   }
 
   // Prefetches what `score_indices` and `lay_out_values` read before they prefetch for themselves.
-  void prefetch_first_pages() const {
+  [[gnu::always_inline]] void prefetch_first_pages() const {
     if (laid_out_ > 0) return;
     for (const Element* cache : {call_->key_cache, call_->value_cache})
       for (int64_t p = 0; p < kPages; ++p) prefetch(cache, p * kPageLen, last_index_ + 1);

@@ -13,7 +13,6 @@ from torch._inductor import package
 from yggdrasil.bundle import Bundle
 from yggdrasil.compiler.graphs import compile_graph
 from yggdrasil.models.packing import empty_meta
-from yggdrasil.store import artifacts
 
 
 class Doubled(nn.Module):
@@ -48,7 +47,7 @@ def test_two_builds_of_the_same_graph_share_no_file(
 def test_a_graph_takes_the_templates_of_the_runtime_from_our_library(
     tiny_bundle: Bundle, tmp_path: Path
 ) -> None:
-    graph = min(artifacts.compile_cache().joinpath(tiny_bundle.name).rglob("*.pt2"))
+    graph = min(tiny_bundle.folder.rglob("*.pt2"))
     with ZipFile(graph) as archive:
         [library] = [name for name in archive.namelist() if name.endswith(".so")]
         path = archive.extract(library, tmp_path)
