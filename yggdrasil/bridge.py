@@ -17,6 +17,7 @@ from yggdrasil.config import MOST_COUNT, GenerateConfig
 from yggdrasil.errors import ConfigError, first_line
 from yggdrasil.models.defaults import APPLIED, PROCESSORS, SAMPLING
 from yggdrasil.report.run import Result, Run
+from yggdrasil.store.sources import is_gguf
 
 __all__ = ["generate"]
 
@@ -137,10 +138,7 @@ def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
     _check(arguments)
     if not isinstance(given, GenerationConfig | None):
         raise ConfigError("generation_config", given, "a GenerationConfig of transformers")
-    try:
-        own = GenerationConfig.from_pretrained(pair.bundle.models[0])
-    except OSError:  # a target without that file
-        own = GenerationConfig()  # type: ignore[no-untyped-call]
+    own = _own(pair)
     settings: Any = own if given is None else deepcopy(given)
     try:
         settings.update(**own.to_dict(), defaults_only=True)
@@ -150,6 +148,20 @@ def _settings(pair: Pair, given: Any, arguments: Mapping[str, Any]) -> Any:
         raise ConfigError("arguments", dict(arguments), allowed) from None
     _check(vars(settings))
     return settings
+
+
+def _own(pair: Pair) -> Any:
+    """The target's own config; that of a GGUF file is the sampling that it asks for."""
+    from transformers import GenerationConfig
+
+    target = pair.bundle.models[0]
+    if is_gguf(target):
+        sampling = {"do_sample": "temperature" in pair.bundle.defaults, **pair.bundle.defaults}
+        return GenerationConfig(**sampling)  # type: ignore[no-untyped-call]
+    try:
+        return GenerationConfig.from_pretrained(target)
+    except OSError:  # a target without that file
+        return GenerationConfig()  # type: ignore[no-untyped-call]
 
 
 def _check(settings: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +73,18 @@ def test_a_generation_config_is_read(pair: Pair, model: Any) -> None:
     assert config.to_dict() == before
     longer = generate(pair, **inputs, generation_config=config, max_new_tokens=12)
     assert longer.shape[1] == expected.shape[1] + 3
+
+
+def test_the_sampling_that_a_gguf_file_asks_for_is_the_targets_own(pair: Pair, tmp_path: Path) -> None:
+    inputs = padded(pair)
+    sampling = {"temperature": 0.7, "top_k": 5}
+    expected = generate(pair, **inputs, max_new_tokens=24, do_sample=True, seed=3, **sampling)
+    target = tmp_path / "target.gguf"
+    target.touch()
+    bundle = replace(pair.bundle, models=(str(target), pair.bundle.models[1]), defaults=sampling)
+    assert torch.equal(
+        generate(replace(pair, bundle=bundle), **inputs, max_new_tokens=24, seed=3), expected
+    )
 
 
 def test_what_a_generation_config_leaves_open_is_as_in_the_targets_own(

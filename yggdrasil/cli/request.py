@@ -57,7 +57,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
         "--no-model-defaults",
         dest="model_defaults",
         action="store_false",
-        help="ignore the target's generation_config.json",
+        help="ignore the sampling that the target's generation_config.json or GGUF file asks for",
     )
     parser.add_argument(
         "--stop",

@@ -147,7 +147,8 @@ def add_parser(verbs: Any) -> None:
         "--no-model-defaults",
         dest="model_defaults",
         action="store_false",
-        help="ignore the target's generation_config.json: what a request leaves out has OpenAI's default",
+        help="ignore the sampling that the target's generation_config.json or GGUF file asks for: what a "
+        "request leaves out has OpenAI's default",
     )
     parser.add_argument(
         "--shadow",

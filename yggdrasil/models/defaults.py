@@ -6,7 +6,9 @@ from typing import Any, Final
 
 from yggdrasil.config import SamplingConfig
 from yggdrasil.errors import BrokenCheckpoint, ConfigError
+from yggdrasil.models.gguf import sampling_settings
 from yggdrasil.models.hub import read_json
+from yggdrasil.store.sources import is_gguf
 
 __all__ = ["end_tokens", "request_defaults", "unapplied_defaults"]
 
@@ -69,7 +71,7 @@ def _ids(name: str, origin: str, value: Any) -> tuple[int, ...]:
 
 
 def request_defaults(name: str, vocab: int) -> dict[str, Any]:
-    """Options of requests that generation_config.json sets, by the names of `SamplingConfig.of`.
+    """Options of requests that the model's own settings set, by the names of `SamplingConfig.of`.
 
     Args:
         vocab: V of the pair; banned sequences of tokens beyond it are left out, for they cannot come.
@@ -77,7 +79,7 @@ def request_defaults(name: str, vocab: int) -> dict[str, Any]:
     Raises:
         BrokenCheckpoint: a value that is not allowed.
     """
-    settings = {key: value for key, value in (read_json(name, FILE) or {}).items() if value is not None}
+    settings = _own_settings(name)
     defaults = {here: settings[theirs] for theirs, here in APPLIED.items() if theirs in settings}
     if settings.get("do_sample"):
         defaults["temperature"] = settings.get("temperature", 1.0)
@@ -89,21 +91,30 @@ def request_defaults(name: str, vocab: int) -> dict[str, Any]:
             defaults["banned"] = known
         SamplingConfig.of(defaults)
     except (ConfigError, TypeError, ValueError) as error:
-        raise BrokenCheckpoint(name, f"{FILE}: {error}", "correct it") from None
+        origin = "sampling" if is_gguf(name) else FILE
+        raise BrokenCheckpoint(name, f"{origin}: {error}", "correct it") from None
     return defaults
 
 
 def unapplied_defaults(name: str) -> str:
-    """A sentence with the settings of generation_config.json that are not applied here; empty if none."""
-    processors = _set(read_json(name, FILE) or {}, PROCESSORS)
-    if not processors:
+    """A sentence with the model's own settings that are not applied here; empty if none."""
+    if is_gguf(name):
+        origin = "the target"
+        unapplied = sampling_settings(name)[1]
+    else:
+        origin = f"{FILE} of the target"
+        unapplied = _without_equivalent(_own_settings(name))
+    if not unapplied:
         return ""
-    return f"{FILE} of the target sets {', '.join(processors)}: not applied, there is no such option yet"
+    listed = ", ".join(f"{key}={unapplied[key]}" for key in sorted(unapplied))
+    return f"{origin} sets {listed}: not applied, there is no such option yet"
 
 
-def _set(settings: dict[str, Any], neutral: dict[str, Any]) -> list[str]:
-    return [
-        f"{key}={settings[key]}"
-        for key in sorted(neutral.keys() & settings.keys())
-        if settings[key] is not None and settings[key] != neutral[key]
-    ]
+def _own_settings(name: str) -> dict[str, Any]:
+    """The settings of generation_config.json, or the sampling that a GGUF file asks for."""
+    settings = sampling_settings(name)[0] if is_gguf(name) else read_json(name, FILE) or {}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _without_equivalent(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if PROCESSORS.get(key, value) != value}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel, first_line
-from yggdrasil.models.gguf_settings import check_settings
+from yggdrasil.models.gguf_settings import check_settings, shown
 
 __all__ = [
     "check_configuration",
@@ -21,6 +21,7 @@ __all__ = [
     "check_whole",
     "gguf_format",
     "keep_words_",
+    "sampling_settings",
     "tokenizer_settings",
 ]
 
@@ -58,6 +59,12 @@ SPECIAL_TOKENS: Final = {
     "unknown": "unk_token",
     "padding": "pad_token",
 }
+
+SAMPLING: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+"""Sampling that a file asks for, by the names of generation_config.json."""
+
+UNAPPLIED: Final = {"mirostat": 0, "penalty_repeat": 1.0, "sequence": None, "xtc_probability": 0.0}
+"""Sampling of llama.cpp without an equivalent here, with the value that has no effect."""
 
 
 def check_gguf(path: str) -> None:
@@ -182,6 +189,27 @@ def tokenizer_settings(path: str) -> dict[str, Any]:
         if field is not None and texts is not None and field.contents() < len(texts.data):
             settings[name] = texts.contents(field.contents())
     return settings
+
+
+def sampling_settings(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampling that a file asks for: by the names of `generation_config.json`, and without equivalent.
+
+    Raises:
+        ConfigError, BrokenCheckpoint: as `check_gguf`.
+    """
+    prefix = "general.sampling."
+    stored = {
+        key.removeprefix(prefix): shown(field.contents())
+        for key, field in _reader(path).fields.items()
+        if key.startswith(prefix)
+    }
+    settings = {name: stored[key] for key, name in SAMPLING.items() if key in stored}
+    if "temperature" in settings:
+        settings["do_sample"] = settings["temperature"] > 0
+    unapplied = {
+        prefix + key: stored[key] for key, off in UNAPPLIED.items() if key in stored and stored[key] != off
+    }
+    return settings, unapplied
 
 
 def _odd_types(reader: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from yggdrasil.errors import UnsupportedModel
 from yggdrasil.models.support import kv_shape
 
-__all__ = ["check_settings"]
+__all__ = ["check_settings", "shown"]
 
 SHAPES: Final = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size")
 """Sizes: other ones do not fit the tensors."""
@@ -50,9 +50,14 @@ def check_settings(path: str, architecture: str, settings: Mapping[str, Any], co
     for key, value in {**_defaults(config), **settings}.items():
         if not _is_read(key, value, settings, config):
             absent = "" if key in settings else " (absent)"
-            # of 32 bits: 0.1, not 0.10000000149
-            shown = float(str(np.float32(value))) if isinstance(value, float) else value
-            raise UnsupportedModel(path, f"a GGUF file with {architecture}.{key} = {shown!r}{absent}")
+            raise UnsupportedModel(
+                path, f"a GGUF file with {architecture}.{key} = {shown(value)!r}{absent}"
+            )
+
+
+def shown(value: Any) -> Any:
+    """A value as it was written; numbers have 32 bits in a file: 0.1, not 0.10000000149."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _is_read(key: str, value: Any, settings: Mapping[str, Any], config: Any) -> bool:

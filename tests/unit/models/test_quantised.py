@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from yggdrasil.config import CompileConfig
 from yggdrasil.errors import BrokenCheckpoint, ConfigError, UnsupportedModel
 from yggdrasil.models import gguf, load
-from yggdrasil.models.defaults import end_tokens
+from yggdrasil.models.defaults import end_tokens, request_defaults, unapplied_defaults
 from yggdrasil.models.load import load_config, load_model, pack_linears_, stored_format
 from yggdrasil.models.proof import check_forward, expected_passages
 from yggdrasil.models.support import kv_shape
@@ -536,3 +536,42 @@ def test_a_missing_package_is_named_with_its_command(
         ConfigError, match=r"reading GGUF needs gguf; pip install 'yggdrasil-decoding\[gguf\]'"
     ):
         load_config(str(tmp_path / "model.gguf"))
+
+
+@needs_gguf
+def test_the_sampling_that_a_gguf_file_asks_for_is_the_default_of_requests(
+    source: Path, tmp_path: Path
+) -> None:
+    asked = {"temp": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.0}
+    path = str(tmp_path / "model.gguf")
+    stored.save_gguf(source, Path(path), "Q8_0", **{f"general.sampling.{key}": asked[key] for key in asked})
+    assert request_defaults(path, 128) == {"temperature": 0.7, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    assert unapplied_defaults(path) == ""
+
+
+@needs_gguf
+def test_a_gguf_file_that_asks_for_greedy_text_or_for_nothing_sets_no_default(
+    source: Path, tmp_path: Path
+) -> None:
+    for name, asked in (("greedy", {"general.sampling.temp": 0.0}), ("open", {})):
+        path = str(tmp_path / f"{name}.gguf")
+        stored.save_gguf(source, Path(path), "Q8_0", **asked)
+        assert request_defaults(path, 128) == {}
+
+
+@needs_gguf
+def test_sampling_of_a_gguf_file_that_is_not_applied_is_named(source: Path, tmp_path: Path) -> None:
+    asked = {"temp": 0.7, "penalty_repeat": 1.1, "mirostat": 2}
+    path = str(tmp_path / "model.gguf")
+    stored.save_gguf(source, Path(path), "Q8_0", **{f"general.sampling.{key}": asked[key] for key in asked})
+    found = "the target sets general.sampling.mirostat=2, general.sampling.penalty_repeat=1.1: not applied"
+    assert unapplied_defaults(path).startswith(found)
+
+
+@needs_gguf
+def test_sampling_of_a_gguf_file_that_is_not_allowed_is_refused(source: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.gguf")
+    asked = {"general.sampling.temp": 0.7, "general.sampling.top_p": 1.5}
+    stored.save_gguf(source, Path(path), "Q8_0", **asked)
+    with pytest.raises(BrokenCheckpoint, match=r"sampling: top_p: 1\.5 is not allowed"):
+        request_defaults(path, 128)
