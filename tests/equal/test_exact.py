@@ -5,7 +5,7 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head featu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,18 +162,18 @@ def test_verifying_the_first_tree_with_the_end_of_the_prompt_changes_nothing(
 
 def test_a_short_prompt_needs_no_separate_forward(tiny: LoadedPair) -> None:
     passes = list[int]()
-    record_forward_ = tiny.engine.target.record_forward_
+    record_forwards_ = tiny.engine.target.record_forwards_
 
     def no_forward(meta_NM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("a pass of its own")
 
-    def counted(num_tokens: int, times_ms: Sequence[float]) -> None:
-        passes.append(num_tokens)
-        record_forward_(num_tokens, times_ms)
+    def counted(ms: float, each: Callable[[], Iterable[tuple[int, float, float]]]) -> None:
+        passes.extend(num_tokens for num_tokens, _, _ in each())
+        record_forwards_(ms, each)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny.engine.target, "forward", no_forward)
-        patch.setattr(tiny.engine.target, "record_forward_", counted)
+        patch.setattr(tiny.engine.target, "record_forwards_", counted)
         next(
             iter(
                 tiny.engine.generate(

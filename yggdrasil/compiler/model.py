@@ -6,7 +6,7 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = features o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -110,8 +110,8 @@ class CompiledModel(Generic[Storage]):
         # the C++ steps are those of a CPU
         return graph.graph_object if self.device == "cpu" and isinstance(graph, LoadedGraph) else None
 
-    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
+    def record_forwards_(self, ms: float, each: Callable[[], Iterable[tuple[int, float, float]]]) -> None:
+        self.graph_ms += ms
 
 
 def cache_constants(cache: KVStorage) -> dict[str, Tensor]:

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from contextlib import AbstractContextManager, nullcontext
 
 __all__ = ["compilations", "count_compilation", "no_compilation"]
 
 _count = 0
-_forbidden = False
+
+
+class _Block:
+    """A block that several threads can be in; the last to leave lifts the rule."""
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self._lock = threading.Lock()
+        self._dynamo: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self.num_inside == 0 and "torch._dynamo" in sys.modules:
+                import torch
+
+                self._dynamo = torch.compiler.set_stance("fail_on_recompile")
+                self._dynamo.__enter__()
+            self.num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self.num_inside -= 1
+            if self.num_inside == 0:
+                self._dynamo.__exit__(None, None, None)
+                self._dynamo = nullcontext()
+
+
+_block = _Block()
 
 
 def count_compilation() -> None:
     """Count one built graph or library; raises RuntimeError inside `no_compilation`."""
     global _count
-    if _forbidden:
+    if _block.num_inside:
         raise RuntimeError(
             "compilation inside the decode loop: every shape must come from the compiled menu"
         )
@@ -28,19 +55,6 @@ def compilations() -> int:
     return _count + (dynamo.counters["stats"]["unique_graphs"] if dynamo else 0)
 
 
-@contextmanager
-def no_compilation() -> Iterator[None]:
+def no_compilation() -> AbstractContextManager[None]:
     """A block in which building a graph raises, and so does a recompilation by Dynamo, if it is loaded."""
-    global _forbidden
-    previous = _forbidden
-    _forbidden = True
-    try:
-        if "torch._dynamo" in sys.modules:
-            import torch
-
-            with torch.compiler.set_stance("fail_on_recompile"):
-                yield
-        else:
-            yield
-    finally:
-        _forbidden = previous
+    return _block

@@ -600,6 +600,8 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
               " forwards");
   std::copy(forwards_.begin(), forwards_.end(), reply.forwards);
   reply.num_forwards = int64_t(forwards_.size());
+  reply.graph_ms[kTarget] = reply.graph_ms[kDraft] = 0.0;
+  for (const Forward& each : forwards_) reply.graph_ms[each.model] += each.end_ms - each.begin_ms;
   rows_.clear();
   reply.verify_ms[3] = now_ms();
 }

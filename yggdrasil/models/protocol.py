@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -67,11 +67,12 @@ class TokenGraphs(Protocol):
         """The graph of a buffer as an object of kernels/graph.cpp, for C++ steps; None if there is none."""
         ...
 
-    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        """Record forwards of `num_tokens` tokens that a C++ step ran.
+    def record_forwards_(self, ms: float, each: Callable[[], Iterable[tuple[int, float, float]]]) -> None:
+        """Record the forwards of a C++ step.
 
         Args:
-            times_ms: Start and end of each forward in turn, in milliseconds of `time.perf_counter`.
+            ms: Milliseconds of all of them.
+            each: Returns the tokens of each, its start and its end, in milliseconds of `time.perf_counter`.
         """
         ...
 

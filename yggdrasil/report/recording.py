@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.report.timeline import Interval, StepRecord, Timeline
 from yggdrasil.trace import Trace
 
-__all__ = ["Forwards", "RecordedModel", "Recorder", "record_timeline"]
+__all__ = ["Forward", "RecordedModel", "Recorder", "record_timeline"]
 
 GREEDY = SamplingConfig()
 NUM_STEPS = 24
@@ -26,28 +26,25 @@ MOST_RUNS = 6
 WARM_UP = 2  # steps of every run that are dropped: the first contains the prompt's forwards
 
 
-class Forwards(NamedTuple):
-    """Forwards of one graph, stored as they ran; the work of naming them is left for later.
+class Forward(NamedTuple):
+    """A forward, stored as it ran; the work of naming it is left for later.
 
     Args:
         kind: Kind of the graph, "draft" or "verify".
-        num_tokens: Tokens of each forward.
-        times_ms: Start and end of each forward.
         sizes: Sizes of the menu, if `num_tokens` may have been padded to one of them.
     """
 
     kind: str
     num_tokens: int
-    times_ms: Sequence[float]
+    begin_ms: float
+    end_ms: float
     sizes: Sequence[int] = ()
 
-    def intervals(self) -> list[Interval]:
-        """One interval per forward, named by kind and tokens of the graph."""
+    @property
+    def interval(self) -> Interval:
+        """Its time, named by kind and tokens of the graph."""
         size = next((size for size in self.sizes if size >= self.num_tokens), self.num_tokens)
-        return [
-            Interval(f"{self.kind} {size}", *times, True)
-            for times in zip(self.times_ms[::2], self.times_ms[1::2], strict=True)
-        ]
+        return Interval(f"{self.kind} {size}", self.begin_ms, self.end_ms, True)
 
 
 class Recorder(Trace):
@@ -56,7 +53,7 @@ class Recorder(Trace):
     def __init__(self) -> None:
         super().__init__()
         self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
-        self.graphs: list[Forwards] = []
+        self.graphs: list[Forward] = []
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
         """Keep the times of stages in a row."""
@@ -69,7 +66,7 @@ class Recorder(Trace):
             for names, marks_ms in self.stages
             for name, marks in zip(names, pairwise(marks_ms), strict=True)
         )
-        graphs = (interval for forwards in self.graphs for interval in forwards.intervals())
+        graphs = (forward.interval for forward in self.graphs)
         step = StepRecord(
             shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=lambda each: each.when))
         )
@@ -88,7 +85,7 @@ class RecordedModel:
     Cost: a microsecond per forward; on CUDA also a sync, since a forward only launches its kernels.
     """
 
-    def __init__(self, model: TokenModel, kind: str, notes: list[Forwards]) -> None:
+    def __init__(self, model: TokenModel, kind: str, notes: list[Forward]) -> None:
         self.cache = model.cache
         self.device = model.device
         self.max_depth = model.max_depth
@@ -112,15 +109,18 @@ class RecordedModel:
             torch.cuda.synchronize()  # sync: a graph has run when its result has arrived
         end = time.perf_counter()
         self.graph_ms += (end - start) * 1e3
-        self._notes.append(Forwards(self._kind, len(meta_NM), (start * 1e3, end * 1e3)))
+        self._notes.append(Forward(self._kind, len(meta_NM), start * 1e3, end * 1e3))
         return outputs
 
     def graph_object(self, meta_NM: Tensor) -> Any | None:
         return self._model.graph_object(meta_NM)
 
-    def record_forward_(self, num_tokens: int, times_ms: Sequence[float]) -> None:
-        self.graph_ms += sum(times_ms[1::2]) - sum(times_ms[::2])
-        self._notes.append(Forwards(self._kind, num_tokens, times_ms, self.sizes))
+    def record_forwards_(self, ms: float, each: Callable[[], Iterable[tuple[int, float, float]]]) -> None:
+        self.graph_ms += ms
+        self._notes += [
+            Forward(self._kind, num_tokens, begin_ms, end_ms, self.sizes)
+            for num_tokens, begin_ms, end_ms in each()
+        ]
 
 
 def record_timeline(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -339,37 +337,9 @@ class Run:
         )
 
 
-class DecodingBlock:
-    """A block without compilations that several threads can be in: the last to leave lifts the rule.
-
-    `no_compilation` restores what it found, which is wrong for blocks that do not end in order.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._rule: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._num_inside == 0:
-                self._rule = no_compilation()
-                self._rule.__enter__()
-            self._num_inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if self._num_inside == 0:
-                self._rule.__exit__(None, None, None)
-
-
-_decoding = DecodingBlock()
-
-
 def _next_step(steps: Iterator[StepResult]) -> StepResult | None:
     """The next step; None at the end. A program may compile another pair between two steps."""
-    with _decoding:
+    with no_compilation():
         return next(steps, None)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from collections import namedtuple
 from functools import lru_cache, partial
 from typing import Any
 
@@ -10,7 +12,13 @@ from yggdrasil.kernels import kernel_library
 from yggdrasil.step.choice import VerifyMenu
 
 __all__ = [
+    "DRAFT_MS",
+    "FORWARD",
+    "GRAPH_MS",
     "MASK",
+    "RESULT",
+    "ROW",
+    "VERIFY_MS",
     "Calls",
     "ForwardStruct",
     "MenuStruct",
@@ -72,6 +80,7 @@ class ReplyStruct(ctypes.Structure):
         *_ints("max_results max_ids max_words max_values max_forwards vocab num_tokens num_forwards"),
         ("draft_ms", 4 * ctypes.c_double),
         ("verify_ms", 4 * ctypes.c_double),
+        ("graph_ms", 2 * ctypes.c_double),
         ("error", 512 * ctypes.c_char),
     ]
 
@@ -84,6 +93,46 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     ForwardStruct,
     ReplyStruct,
 )
+
+
+CODES = {ctypes.c_void_p: "P", ctypes.c_int64: "q", ctypes.c_double: "d"}
+
+
+class Numbers:
+    """A field of numbers, read in one call."""
+
+    def __init__(self, kind: type[ctypes.Structure], name: str) -> None:
+        field = getattr(kind, name)
+        self._offset: int = field.offset
+        self._struct = struct.Struct(f"{field.size // 8}d")
+
+    def read(self, record: ctypes.Structure) -> tuple[float, ...]:
+        return self._struct.unpack_from(record, self._offset)
+
+
+class Fields:
+    """All fields of a struct in one call; after a forward, ctypes takes microseconds for each."""
+
+    def __init__(self, kind: type[ctypes.Structure]) -> None:
+        fields: Any = kind._fields_
+        self._struct = struct.Struct("".join(CODES[code] for _, code in fields))
+        self._named: Any = namedtuple(kind.__name__, [name for name, *_ in fields])  # type: ignore[misc]
+
+    def write_(self, array: Any, place: int, *values: float) -> None:
+        """Write the struct at a place of an array of them; values are in the order of the fields."""
+        self._struct.pack_into(array, place * self._struct.size, *values)
+
+    def read(self, array: Any, place: int) -> Any:
+        """The struct at a place of an array of them, by names."""
+        return self._named._make(self._struct.unpack_from(array, place * self._struct.size))
+
+
+ROW = Fields(RowStruct)
+RESULT = Fields(ResultStruct)
+FORWARD = Fields(ForwardStruct)
+DRAFT_MS = Numbers(ReplyStruct, "draft_ms")
+VERIFY_MS = Numbers(ReplyStruct, "verify_ms")
+GRAPH_MS = Numbers(ReplyStruct, "graph_ms")
 
 
 class Calls:

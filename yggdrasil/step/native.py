@@ -13,8 +13,7 @@ import ctypes
 import math
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,13 @@ from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import PLAIN, DecodeState, HostHidden, Inspection, Row, Shape, StepResult
 from yggdrasil.step.accept import choose_rows
 from yggdrasil.step.border import (
+    DRAFT_MS,
+    FORWARD,
+    GRAPH_MS,
     MASK,
+    RESULT,
+    ROW,
+    VERIFY_MS,
     Calls,
     ForwardStruct,
     PromptStruct,
@@ -54,6 +59,7 @@ MOST_DRAFTED = 512  # nodes of a drafted tree
 MOST_TOP_K = 2**31  # no vocabulary is larger
 DRAFT_STAGES = ("catch up", "draft", "prune")
 VERIFY_STAGES = ("verify", "accept", "commit")
+STAGES = (*DRAFT_STAGES, *VERIFY_STAGES)
 
 
 class NativeStep:
@@ -120,11 +126,11 @@ class NativeStep:
         """
         self._start_(rows, choice.shapes, began)
         self._send_(rows, choice)
-        menu = menu_struct(choice.menu)
         self._forget_hidden_()
-        with self._masks.failing():
-            self._calls.run(self._rows, len(rows), menu, self._reply)
-        self._note_draft_()
+        self._masks.call(self._calls.run, self._rows, len(rows), menu_struct(choice.menu), self._reply)
+        begin_ms, *ends_ms = DRAFT_MS.read(self._reply) + VERIFY_MS.read(self._reply)[1:]
+        first = 0 if self._catches_up else 1
+        self._trace.note(STAGES[first:], (begin_ms, *ends_ms[first:]))
         return self._finish_()
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
@@ -135,9 +141,10 @@ class NativeStep:
         """
         self._start_(rows, choice.shapes, time.perf_counter())
         self._send_(rows, choice)
-        with self._masks.failing():
-            self._calls.draft(self._rows, len(rows), menu_struct(choice.menu), self._reply)
-        self._note_draft_()
+        self._masks.call(self._calls.draft, self._rows, len(rows), menu_struct(choice.menu), self._reply)
+        begin_ms, *ends_ms = DRAFT_MS.read(self._reply)
+        first = 0 if self._catches_up else 1
+        self._trace.note(DRAFT_STAGES[first:], (begin_ms, *ends_ms[first:]))
         return int(self._reply.num_tokens)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
@@ -160,8 +167,8 @@ class NativeStep:
             )
         )
         self._forget_hidden_()
-        with self._masks.failing():
-            self._calls.verify(self._rows, len(joining), chunks, len(prompts), self._reply)
+        self._masks.call(self._calls.verify, self._rows, len(joining), chunks, len(prompts), self._reply)
+        self._trace.note(VERIFY_STAGES, VERIFY_MS.read(self._reply))
         self._stepping += joining
         self._shapes += [PLAIN] * len(joining)
         return self._finish_()
@@ -200,7 +207,9 @@ class NativeStep:
             if row.state.grammar is not None:
                 grammar = self._masks.add(row.state.grammar, row.state.emitted)
                 forced, num_forced = self._masks.forced(grammar, shape.graft)
-            self._rows[place] = RowStruct(
+            ROW.write_(
+                self._rows,
+                place,
                 address,
                 ctypes.addressof(repeats.evidence),
                 forced,
@@ -251,19 +260,20 @@ class NativeStep:
 
     def _finish_(self) -> list[StepResult]:
         """Read the results into the rows."""
-        reply = self._reply
-        self._trace.note(VERIFY_STAGES, reply.verify_ms)
-        for forward in self._forwards[: reply.num_forwards]:
-            self._models[forward.model].record_forward_(
-                forward.num_tokens, (forward.begin_ms, forward.end_ms)
-            )
+        for number, ms in enumerate(GRAPH_MS.read(self._reply)):
+            self._models[number].record_forwards_(ms, partial(self._forwards_of, number))
         ms = (time.perf_counter() - self._started) * 1e3
         return [
-            self._result_(row, shape, result, ms)
-            for row, shape, result in zip(self._stepping, self._shapes, self._results, strict=False)
+            self._result_(row, shape, RESULT.read(self._results, place), ms)
+            for place, (row, shape) in enumerate(zip(self._stepping, self._shapes, strict=True))
         ]
 
-    def _result_(self, row: Row, shape: Shape, result: ResultStruct, ms: float) -> StepResult:
+    def _forwards_of(self, number: int) -> list[tuple[int, float, float]]:
+        """Tokens, start and end of the forwards of a model in the last step."""
+        forwards = (FORWARD.read(self._forwards, place) for place in range(self._reply.num_forwards))
+        return [(each.num_tokens, each.begin_ms, each.end_ms) for each in forwards if each.model == number]
+
+    def _result_(self, row: Row, shape: Shape, result: Any, ms: float) -> StepResult:
         state = row.state
         root_pos = state.root_pos
         middle = result.ids_at + result.path_len
@@ -278,7 +288,7 @@ class NativeStep:
         if not failure:
             state.tokens.extend(tokens)
             as_tensor = partial(self._hidden, result.root_at + path[-1])
-            state.hidden_of = HostHidden(int(result.hidden), int(result.hidden_bytes), as_tensor)
+            state.hidden_of = HostHidden(result.hidden, result.hidden_bytes, as_tensor)
             self._holders.append(state)
             state.head = None
             if state.sampling.processors is not None:
@@ -299,7 +309,7 @@ class NativeStep:
             inspection=None if failure else inspection,
         )
 
-    def _inspection(self, row: Row, result: ResultStruct, words: array[int]) -> Inspection:
+    def _inspection(self, row: Row, result: Any, words: array[int]) -> Inspection:
         """What the reply has after the verified tree, and the target's tokens, before the text grows."""
         begin = result.words_at + len(words)
         middle = begin + result.drafted * self._node_words
@@ -315,11 +325,6 @@ class NativeStep:
     def _hidden(self, place: int) -> Tensor:
         hidden_NE: Tensor = self._step.logits_and_hidden()[1]
         return hidden_NE[place]
-
-    def _note_draft_(self) -> None:
-        begin, *ends = self._reply.draft_ms
-        first = 0 if self._catches_up else 1
-        self._trace.note(DRAFT_STAGES[first:], (begin, *ends[first:]))
 
 
 class _Masks:
@@ -353,11 +358,10 @@ class _Masks:
         self.grammars.clear()
         self._forced.clear()
 
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Raises what a grammar raised within a call, also the interrupt of a user."""
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call C++. Raises what a grammar raised meanwhile, also the interrupt of a user."""
         try:
-            yield
+            function(*arguments)
         except RuntimeError:
             failure = self._failure
             self._failure = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from yggdrasil.errors import ConfigError
@@ -136,17 +137,17 @@ class Plan:
         entries = ((entry,) if isinstance(entry, str) else entry for entry in order)
         return cls(name, tuple(Placement(*entry) for entry in entries))
 
-    @property
+    @cached_property
     def order(self) -> tuple[str, ...]:
         """The names of the stages, in order."""
         return tuple(place.stage for place in self.placements)
 
-    @property
+    @cached_property
     def ahead(self) -> tuple[str, ...]:
         """The stages that run ahead of time."""
         return tuple(stage for stage in AHEAD if stage in self.order)
 
-    @property
+    @cached_property
     def on_side(self) -> tuple[str, ...]:
         """The stages on "side", in order."""
         return tuple(place.stage for place in self.placements if place.resource == "side")

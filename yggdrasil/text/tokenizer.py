@@ -13,8 +13,8 @@ from yggdrasil.errors import ArtifactError
 __all__ = ["TextStream", "Tokenizer", "keep_whole_"]
 
 LONG_TEXT = 1 << 10  # characters
-CONTEXT = 16  # earlier tokens that are decoded together with new ones
-MOST_DECODED = 64  # tokens decoded in a step
+CONTEXT = 8  # earlier tokens that are decoded together with new ones
+MOST_DECODED = 32  # tokens decoded in a step
 
 
 class Tokenizer:

@@ -223,6 +223,17 @@ def test_compilations_are_counted_and_can_be_forbidden() -> None:
     assert compilations() == before + 2
 
 
+def test_the_last_of_several_threads_lifts_the_rule() -> None:
+    block = no_compilation()
+    block.__enter__()
+    block.__enter__()
+    block.__exit__(None, None, None)  # of the first
+    with pytest.raises(RuntimeError, match="inside the decode loop"):
+        count_compilation()
+    block.__exit__(None, None, None)
+    count_compilation()
+
+
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
 model name\t: Xeon 8480
