@@ -261,6 +261,8 @@ def test_version_is_the_package_s(capsys: Capture) -> None:
         ("show plans", "ygg show", "'plans' is none of pair, profile, plan, .*; did you mean plan?"),
         ("serve tiny", "ygg serve", "'tiny' is one too many; did you mean --pair tiny?"),
         ("serve --prot 1", "ygg serve", "there is no option --prot; did you mean --port?"),
+        ("serve --name tiny", "ygg serve", "there is no option --name; did you mean --pair?"),
+        ("generate x --model m", "ygg generate", "there is no option --model; did you mean --pair?"),
         ("generat x", "ygg", "'generat' is none of .*; did you mean generate?"),
     ],
 )

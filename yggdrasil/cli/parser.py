@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 __all__ = ["Parser"]
 
 OPTION = re.compile(r"--?[A-Za-z]\S*$")
+SYNONYMS = {"--model": "--pair", "--name": "--pair"}  # of other tools, and of `ygg compile`
 PHRASES = (  # argparse's words, ours
     (r"argument (?:\S+/)*(\S+): ", r"\1: "),
     (r"invalid int value: (.*)", r"\1 is not a whole number"),
@@ -37,8 +38,9 @@ class Parser(argparse.ArgumentParser):
         found, left = super().parse_known_args(args, namespace)
         options = [word.partition("=")[0] for word in left if OPTION.match(word)]
         if options:
+            word = SYNONYMS.get(options[0], options[0])
             self.error(
-                f"there is no option {options[0]}{_nearest(options[0], list(self._option_string_actions))}"
+                f"there is no option {options[0]}{_nearest(word, list(self._option_string_actions))}"
             )
         if left and not isinstance(getattr(found, "prompt", None), list):
             hint = f"; did you mean --pair {left[0]}?" if "--pair" in self._option_string_actions else ""
