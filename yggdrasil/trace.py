@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ class Trace:
         self._total_ms: dict[str, float] = defaultdict(float)
         self._count: dict[str, int] = defaultdict(int)
         self._noted: list[tuple[Sequence[str], Sequence[float]]] = []
+        self._summing = threading.Lock()  # a server's state is read by other threads
 
     @property
     def total_ms(self) -> dict[str, float]:
@@ -58,11 +60,13 @@ class Trace:
             self._sum_()
 
     def _sum_(self) -> None:
-        while self._noted:  # another thread may read, too
-            names, marks_ms = self._noted.pop()
-            for name, (begin_ms, end_ms) in zip(names, pairwise(marks_ms), strict=True):
-                self._total_ms[name] += end_ms - begin_ms
-                self._count[name] += 1
+        with self._summing:
+            noted = self._noted[:]
+            for names, marks_ms in noted:
+                for name, (begin_ms, end_ms) in zip(names, pairwise(marks_ms), strict=True):
+                    self._total_ms[name] += end_ms - begin_ms
+                    self._count[name] += 1
+            del self._noted[: len(noted)]
 
 
 class DeviceTrace(Trace):

@@ -1,11 +1,13 @@
-"""Stages on a device are timed by the device, because a launch returns before its work is done."""
+"""Stages are summed in their order, from any thread; a device times its own, as launches return at once."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from yggdrasil.trace import DeviceTrace
+from yggdrasil.trace import MOST_NOTED, DeviceTrace, Trace
 
 
 class Device:
@@ -42,6 +44,21 @@ class Event:
         assert self.query()
         assert end.query()
         return end.at_ms - self.at_ms
+
+
+def test_stages_keep_their_order_and_are_summed_once_while_others_read() -> None:
+    trace = Trace()
+
+    def run(_: int) -> None:
+        trace.note(("draft", "verify"), (1.0, 2.0, 4.0))
+        assert trace.total_ms["draft"] > 0
+
+    trace.note(("policy",), (0.0, 1.0))
+    with ThreadPoolExecutor(max_workers=4) as threads:
+        list(threads.map(run, range(2 * MOST_NOTED)))
+    assert list(trace.total_ms) == ["policy", "draft", "verify"]
+    assert trace.count == {"policy": 1, "draft": 2 * MOST_NOTED, "verify": 2 * MOST_NOTED}
+    assert trace.total_ms["verify"] == 4 * MOST_NOTED
 
 
 def test_a_forward_s_time_is_its_own_and_not_that_of_the_stage_that_waits_for_it(
