@@ -12,8 +12,7 @@ from typing import Any
 
 __all__ = ["DeviceTrace", "Trace"]
 
-
-MOST_NOTED = 256
+MOST_NOTED = 256  # calls of `note` whose times wait for a reader
 
 
 class Trace:

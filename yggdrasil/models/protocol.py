@@ -72,7 +72,8 @@ class TokenGraphs(Protocol):
 
         Args:
             ms: Milliseconds of all of them.
-            each: Returns the tokens of each, its start and its end, in milliseconds of `time.perf_counter`.
+            each: Returns the tokens of each, its start and its end, in milliseconds of `time.perf_counter`;
+                only until the next step.
         """
         ...
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from yggdrasil.compiler import weights
 from yggdrasil.compiler.weights import FILE_NAME, Lender, load_weights, save_weights
 from yggdrasil.errors import ArtifactError, UnsupportedModel
 from yggdrasil.offline import build
@@ -106,7 +107,22 @@ def test_a_written_file_leaves_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_loaded_weights_have_huge_pages(tmp_path: Path) -> None:
+def test_a_file_is_read_whole_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Module()
+    model.register_buffer("big", torch.arange(2**22))
+    save_weights(model, tmp_path)
+    path = tmp_path / FILE_NAME
+    monkeypatch.setattr(weights, "READ_BYTES", 2**23 + mmap.PAGESIZE)
+    load_weights(tmp_path, "cpu", "")
+    assert pages_in_memory(path) == -(-path.stat().st_size // mmap.PAGESIZE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("read_bytes", (weights.READ_BYTES, 2**20))
+def test_loaded_weights_have_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    monkeypatch.setattr(weights, "READ_BYTES", read_bytes)
     if not has_large_folios(tmp_path / "other"):
         pytest.skip("this file system has no large folios")
     model = nn.Module()
