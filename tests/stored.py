@@ -229,7 +229,7 @@ def save_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}
+    add = {str: writer.add_string, float: writer.add_float32, int: writer.add_int32, bool: writer.add_bool}
     for key, value in settings.items():
         add[type(value)](key.replace("__", "."), value)
     _add_tokenizer(writer, json.loads((source / "tokenizer.json").read_text())["model"], split)

@@ -55,7 +55,7 @@ def test_graphs_read_weights_in_the_chosen_formats(pair: LoadedPair) -> None:
     for model, weights in models:
         packed = [tensor for name, tensor in model.weights.items() if name.endswith(".packed")]
         assert {tensor.dtype for tensor in packed} == {torch.bfloat16 if weights == "bf16" else torch.int8}
-        group_bytes = {"int8": 544, "int4": 288}.get(weights)
+        group_bytes = {"int8": 1056, "int4": 288}.get(weights)
         assert group_bytes is None or {tensor.shape[2] for tensor in packed} == {group_bytes}
 
 

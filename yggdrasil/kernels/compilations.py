@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 __all__ = ["compilations", "count_compilation", "no_compilation"]
 
@@ -12,16 +12,18 @@ _count = 0
 
 
 class _Block:
-    """A block that several threads can be in; the last to leave lifts the rule."""
+    """A block that several threads can be in. The first that finds Dynamo loaded sets its rule, the last to
+    leave lifts it.
+    """
 
     def __init__(self) -> None:
         self.num_inside = 0
         self._lock = threading.Lock()
-        self._dynamo: AbstractContextManager[None] = nullcontext()
+        self._dynamo: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         with self._lock:
-            if self.num_inside == 0 and "torch._dynamo" in sys.modules:
+            if self._dynamo is None and "torch._dynamo" in sys.modules:
                 import torch
 
                 self._dynamo = torch.compiler.set_stance("fail_on_recompile")
@@ -31,9 +33,9 @@ class _Block:
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self.num_inside -= 1
-            if self.num_inside == 0:
+            if self.num_inside == 0 and self._dynamo is not None:
                 self._dynamo.__exit__(None, None, None)
-                self._dynamo = nullcontext()
+                self._dynamo = None
 
 
 _block = _Block()

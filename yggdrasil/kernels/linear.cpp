@@ -392,7 +392,7 @@ constexpr int quantised_panels(int bits, int rows) {
 
 // Groups ahead of the products that a single block prefetches in a panel (by measurement on Zen 4).
 template <int kBits, int kPanels>
-constexpr int64_t kGroupsAhead = kBits == 8 ? 2 : kLanes == 16 && kPanels == 1 ? 0 : 32 / kPanels;
+constexpr int64_t kGroupsAhead = kBits == 8 ? 1 : kLanes == 16 && kPanels == 1 ? 0 : 32 / kPanels;
 
 // Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice.
 int64_t quantised_rows(int64_t rows) {
@@ -640,6 +640,13 @@ int64_t padded_len(const at::Tensor& x) {
   return (x.size(-1) + step - 1) / step * step;
 }
 
+// x in the form that the body for these weights reads, and the length of a row in its steps: words of k, or
+// groups.
+struct Rows {
+  const Word* words;
+  int64_t steps;
+};
+
 // Memory of the calling thread for another form of x, kept until its next call. The system clears fresh
 // memory page by page at the first write, which took a twentieth of a wide graph's time.
 Word* workspace(int64_t words) {
@@ -695,27 +702,28 @@ const Word* widened(const at::Tensor& x, int64_t rows, int64_t padded_features) 
   return wide;
 }
 
-// Rounds x to blocks of rows, for weights of `bits`.
-template <class Dtype>
-const Word* quantised(const at::Tensor& x, int64_t rows, int bits) {
+// Rounds x to blocks of rows, for weights of kBits.
+template <class Dtype, int kBits>
+Rows quantised(const at::Tensor& x, int64_t rows) {
   using Element = typename Dtype::Element;
-  const int64_t features = x.size(-1), groups = (features + kGroupLen - 1) / kGroupLen;
+  constexpr int64_t kLen = group_len(kBits), kWords = group_words(kBits);
+  const int64_t features = x.size(-1), groups = num_groups(kBits, features);
   const int64_t block_rows = quantised_rows(rows), blocks = (rows + block_rows - 1) / block_rows;
-  const int64_t words = group_words(bits) * block_rows;  // of a group
+  const int64_t words = kWords * block_rows;  // of a group
   Word* blocked = workspace(blocks * groups * words);
   const auto* from = static_cast<const Element*>(x.const_data_ptr());
   const auto quantise_row = [&](int64_t place) {
     const int64_t first = place / block_rows * block_rows, row = std::min(first, rows - block_rows);
     const Element* numbers = from + (row + place - first) * features;
-    Word* to = blocked + first * groups * group_words(bits) + place - first;
-    for (int64_t done = 0; done < features; done += kGroupLen, to += words)
-      quantise_group<Dtype>(numbers + done, std::min(kGroupLen, features - done), bits, to, block_rows);
+    Word* to = blocked + first * groups * kWords + place - first;
+    for (int64_t done = 0; done < features; done += kLen, to += words)
+      quantise_group<Dtype, kBits>(numbers + done, std::min(kLen, features - done), to, block_rows);
   };
   parallel_for(blocks * block_rows, std::max<int64_t>(1, kRoundedNumbers / (features + 1)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t place = begin; place < end; ++place) quantise_row(place);
                });
-  return blocked;
+  return {blocked, groups};
 }
 
 // The format of a packed weight, by its dtype and its bytes.
@@ -730,8 +738,8 @@ void check_shape(const at::Tensor& packed, Format format, int64_t out_features, 
   const int64_t in_features = x.size(-1), pair = packed.scalar_type() == at::kBFloat16 ? 2 : 1;
   const int64_t panels = (out_features + kColumns - 1) / kColumns;
   const std::array<int64_t, 4> sizes{panels, padded_len(x) / pair, kColumns, pair};
-  const int64_t groups = (in_features + kGroupLen - 1) / kGroupLen;
-  const std::array<int64_t, 3> grouped{panels, groups, group_bytes(format == Format::kInt4 ? 4 : 8)};
+  const int bits = format == Format::kInt4 ? 4 : 8;
+  const std::array<int64_t, 3> grouped{panels, num_groups(bits, in_features), group_bytes(bits)};
   const at::IntArrayRef expected =
       is_quantised(format) ? at::IntArrayRef(grouped) : at::IntArrayRef(sizes);
   const int64_t min_bytes = kHeaderBytes + padded_len(x) / kBf16Padding * kCompressedTileBytes;
@@ -778,20 +786,13 @@ at::Tensor outputs_of(const at::Tensor& x, const std::vector<Weight>& weights, b
   return empty(shape, x.options());
 }
 
-// x in the form that the body for these weights reads, and the length of a row in its steps: words of k, or
-// groups.
-struct Rows {
-  const Word* words;
-  int64_t steps;
-};
-
 Rows rows_for(const std::vector<Weight>& weights, const at::Tensor& x, int64_t rows) {
   const bool is_bf16 = x.scalar_type() == at::kBFloat16;
   const Format format = weights[0].format;
   if (is_quantised(format)) {
-    const int bits = format == Format::kInt8 ? 8 : 4;
-    const int64_t groups = (x.size(-1) + kGroupLen - 1) / kGroupLen;
-    return {is_bf16 ? quantised<BFloat16>(x, rows, bits) : quantised<Float32>(x, rows, bits), groups};
+    if (format == Format::kInt8)
+      return is_bf16 ? quantised<BFloat16, 8>(x, rows) : quantised<Float32, 8>(x, rows);
+    return is_bf16 ? quantised<BFloat16, 4>(x, rows) : quantised<Float32, 4>(x, rows);
   }
   const int64_t padded_features = padded_len(x), steps = padded_features / (is_bf16 ? 2 : 1);
   if (is_bf16 && amx_granted())

@@ -26,12 +26,16 @@
 
 namespace ygg {
 
-constexpr int64_t kGroupLen = 32;  // weights along k that share a scale
 constexpr int64_t kScaleBytes = 2 * kColumns;
-constexpr int kGroupLines = kGroupLen / 4;
 constexpr float kLargestRounded = 127, kNoSize = 1e-30f;
 
-constexpr int64_t group_bytes(int bits) { return kScaleBytes + kColumns * kGroupLen * bits / 8; }
+// Weights along k that share a scale.
+constexpr int64_t group_len(int bits) { return bits == 8 ? 64 : 32; }
+constexpr int64_t num_groups(int bits, int64_t len) {
+  return (len + group_len(bits) - 1) / group_len(bits);
+}
+constexpr int group_lines(int bits) { return int(group_len(bits) / 4); }
+constexpr int64_t group_bytes(int bits) { return kScaleBytes + kColumns * group_len(bits) * bits / 8; }
 
 #if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(__AVX512BW__))
 constexpr bool kSumsInWords = true;  // of 32 bits
@@ -43,7 +47,7 @@ constexpr bool sums_in_halves(int bits) { return !kSumsInWords && bits == 4; }
 // Words of a row that hold four of its numbers.
 constexpr int word_parts(int bits) { return kSumsInWords || bits == 4 ? 1 : 2; }
 // Words of a row's group: its numbers, correction and scale.
-constexpr int group_words(int bits) { return kGroupLines * word_parts(bits) + 2; }
+constexpr int group_words(int bits) { return group_lines(bits) * word_parts(bits) + 2; }
 
 // Adds the products of four unsigned weights a column and four numbers of x.
 template <int kBits>
@@ -98,37 +102,37 @@ inline Vec to_float(IntVec value) {
 #endif
 }
 
-// Rounds up to kGroupLen numbers of a row for weights of `bits`, and writes them with `stride` words from
+// Rounds a group of a row, `count` numbers, for weights of kBits, and writes its words, `stride` words from
 // one to the next.
-template <class Dtype>
-void quantise_group(const typename Dtype::Element* from, int64_t count, int bits, Word* to,
-                    int64_t stride) {
-  float numbers[kGroupLen] = {};
+template <class Dtype, int kBits>
+void quantise_group(const typename Dtype::Element* from, int64_t count, Word* to, int64_t stride) {
+  constexpr int64_t kLen = group_len(kBits);
+  float numbers[kLen] = {};
   for (int64_t i = 0; i < count; ++i) numbers[i] = Dtype::widen(from[i]);
   uint32_t size = 0;  // as integers, sizes have the same order, and NaN is the largest
   for (float number : numbers) size = std::max(size, std::bit_cast<uint32_t>(number) & 0x7fffffff);
   const float largest = std::bit_cast<float>(size);
   const float inverse = largest > kNoSize ? kLargestRounded / largest : 0.0f;
   int32_t sum = 0;
-  int8_t rounded[kGroupLen];
+  int8_t rounded[kLen];
   constexpr float kShift = 3 << 22;  // the lowest bits of a sum with it are the nearest whole number
-  for (int i = 0; i < kGroupLen; ++i) {
+  for (int i = 0; i < kLen; ++i) {
     const int32_t value =
         std::bit_cast<int32_t>(numbers[i] * inverse + kShift) - std::bit_cast<int32_t>(kShift);
     rounded[i] = int8_t(value);
     sum += rounded[i];
   }
-  const int parts = word_parts(bits);
-  for (int word = 0; word < kGroupLines; ++word, to += parts * stride) {
+  constexpr int kParts = word_parts(kBits);
+  for (int word = 0; word < group_lines(kBits); ++word, to += kParts * stride) {
     const int8_t* four = rounded + 4 * word;
-    if (parts == 1) {
+    if constexpr (kParts == 1) {
       std::memcpy(to, four, sizeof *to);
     } else {
-      for (int part = 0; part < 2; ++part)
+      for (int part = 0; part < kParts; ++part)
         to[part * stride] = uint16_t(four[part]) | uint32_t(uint16_t(four[2 + part])) << 16;
     }
   }
-  to[0] = uint32_t(-(1 << (bits - 1)) * sum);
+  to[0] = uint32_t(-(1 << (kBits - 1)) * sum);
   to[stride] = std::bit_cast<uint32_t>(largest / kLargestRounded);
 }
 
@@ -169,7 +173,7 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
           for (int v = 0; v < kVecs; ++v) exact[p][r][v] = first;
       }
 #pragma GCC unroll 8
-      for (int line = 0; line < kGroupLines; ++line) {
+      for (int line = 0; line < group_lines(kBits); ++line) {
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
           if (line * 64 < part.bytes) __builtin_prefetch(part.from[p] + line * 64, 0, 2);

@@ -2,8 +2,8 @@
 
 A packed weight holds panels of 16 output columns (linear.py), and a panel one row of bytes per group:
 
-    int8    | 16 scales, bf16 | line 0 | line 1 | ... | line 7 |        544 bytes
-    int4    | 16 scales, bf16 | lines 0, 1 | ...  | lines 6, 7 |        288 bytes
+    int8    | 16 scales, bf16 | line 0 | line 1 | ... | line 15 |      1056 bytes, 64 weights a column
+    int4    | 16 scales, bf16 | lines 0, 1 | ...  | lines 6, 7  |       288 bytes, 32 weights a column
               32                64
 
 A line has a word for every column, and a word the weights of four consecutive k. They are stored without
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 BITS: Final = {"int8": 8, "int4": 4}
-GROUP = 32  # weights along k that share a scale
+GROUP: Final = {8: 64, 4: 32}  # weights along k that share a scale, by their bits
 COLUMNS = 16  # output columns of a panel
 WORD = 4  # weights of a word
 SCALE_BYTES = 2 * COLUMNS
@@ -65,8 +65,10 @@ def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     Cost: some passes over the weight in fp32; a new tensor.
     """
     out_features, in_features = weight_OI.shape
-    padding = (0, -in_features % GROUP, 0, -out_features % COLUMNS)
-    weight_OGK = _grouped(functional.pad(weight_OI.float(), padding))
+    group_len = GROUP[bits]
+    padding = (0, -in_features % group_len, 0, -out_features % COLUMNS)
+    padded_OI = functional.pad(weight_OI.float(), padding)
+    weight_OGK = padded_OI.view(padded_OI.shape[0], -1, group_len)
     zero = 1 << (bits - 1)
     scale_OG = weight_OGK.abs().amax(dim=-1) / (zero - 1)
     if bits == BITS["int4"]:
@@ -75,7 +77,7 @@ def quantise_weight(weight_OI: Tensor, bits: int) -> Tensor:
     scale_OG = scale_OG.bfloat16()
     divisor_OG = torch.where(scale_OG == 0, 1.0, scale_OG.float())
     value_OGK = (weight_OGK / divisor_OG[..., None]).round().clamp(-zero, zero - 1)
-    words = (value_OGK.shape[1], GROUP // WORD, WORD)
+    words = (value_OGK.shape[1], group_len // WORD, WORD)
     stored_PCGSJ = (value_OGK + zero).to(torch.uint8).view(-1, COLUMNS, *words)
     line_PGSCJ = stored_PCGSJ.permute(0, 2, 3, 1, 4)
     if bits == BITS["int4"]:
@@ -116,41 +118,37 @@ def _multiples(weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     return whole, is_near.all(dim=-1) & (whole.amax(dim=-1) < MOST_STEPS)
 
 
-def _grouped(numbers_RI: Tensor) -> Tensor:
-    rows, length = numbers_RI.shape
-    return numbers_RI.view(rows, length // GROUP, GROUP)
-
-
 def unpack_quantised(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Values and scales of a packed weight: (O, G, K) int8 and (O, G) fp32, both with their padding."""
     panels, groups, num_bytes = packed.shape
     scale_PGC = packed[..., :SCALE_BYTES].contiguous().view(torch.bfloat16).float()
     stored = packed[..., SCALE_BYTES:].contiguous().view(torch.uint8)
     line_PGSCJ = stored.view(panels, groups, -1, COLUMNS, WORD)
-    zero = 128
-    if num_bytes == group_bytes(4):
+    bits = 4 if num_bytes == group_bytes(4) else 8
+    if bits == BITS["int4"]:
         line_PGSCJ = torch.stack([line_PGSCJ & 15, line_PGSCJ >> 4], dim=3).flatten(2, 3)
-        zero = 8
-    value_PCGSJ = line_PGSCJ.permute(0, 3, 1, 2, 4).to(torch.int16) - zero
-    value_OGK = value_PCGSJ.reshape(panels * COLUMNS, groups, GROUP).to(torch.int8)
+    value_PCGSJ = line_PGSCJ.permute(0, 3, 1, 2, 4).to(torch.int16) - (1 << (bits - 1))
+    value_OGK = value_PCGSJ.reshape(panels * COLUMNS, groups, GROUP[bits]).to(torch.int8)
     return value_OGK, scale_PGC.transpose(1, 2).reshape(panels * COLUMNS, groups)
 
 
 def group_bytes(bits: int) -> int:
     """Bytes of a panel's group."""
-    return SCALE_BYTES + COLUMNS * GROUP * bits // 8
+    return SCALE_BYTES + COLUMNS * GROUP[bits] * bits // 8
 
 
-def quantise_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x_RI: Tensor, group_len: int) -> tuple[Tensor, Tensor]:
     """Round the rows of x, group by group.
 
     Args:
         x_RI: (rows, in_features), finite, bfloat16 or float32.
+        group_len: Numbers of a group, K.
 
     Returns:
         Values (R, G, K), whole numbers in fp32 from -127 to 127, and scales (R, G) in fp32.
     """
-    x_RGK = _grouped(functional.pad(x_RI.float(), (0, -x_RI.shape[1] % GROUP)))
+    padded_RI = functional.pad(x_RI.float(), (0, -x_RI.shape[1] % group_len))
+    x_RGK = padded_RI.view(len(x_RI), -1, group_len)
     largest_RG = x_RGK.abs().amax(dim=-1)
     # a tensor, because torch divides a number by multiplying with the reciprocal
     inverse_RG = torch.where(largest_RG > NO_SIZE, torch.tensor(LARGEST_ROUNDED) / largest_RG, 0.0)
@@ -167,8 +165,8 @@ def product_reference(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
     Returns:
         (..., out_features) in fp32, to the bit what the operators compute.
     """
-    x_RGK, x_scale_RG = quantise_rows(x.reshape(-1, x.shape[-1]))
     value_OGK, scale_OG = (part[:out_features] for part in unpack_quantised(packed))
+    x_RGK, x_scale_RG = quantise_rows(x.reshape(-1, x.shape[-1]), value_OGK.shape[2])
     sum_RO = torch.zeros(len(x_RGK), out_features)
     for group in range(value_OGK.shape[1]):
         # whole numbers below 2**24, so exact in fp32 in any order

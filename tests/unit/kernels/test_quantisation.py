@@ -38,7 +38,7 @@ def test_a_quantised_weight_is_off_by_half_a_step_at_most(
     near_OI = (value_OGK * scale_OG[..., None]).flatten(1)
     assert not near_OI[out_features:].any()
     assert not near_OI[:, in_features:].any()
-    half_step_OI = (scale_OG / 2).repeat_interleave(GROUP, dim=1)[:out_features, :in_features]
+    half_step_OI = (scale_OG / 2).repeat_interleave(GROUP[bits], dim=1)[:out_features, :in_features]
     # scales are rounded to bf16, which may cut the largest weight by one part in 512
     cut_OI = weight_OI.abs() / 512
     assert ((near_OI[:out_features, :in_features] - weight_OI).abs() <= half_step_OI + cut_OI).all()
@@ -48,12 +48,12 @@ def test_a_quantised_weight_is_off_by_half_a_step_at_most(
 def test_weights_near_16_levels_are_off_by_half_a_step_of_their_largest_at_most(bits: int) -> None:
     number_OI = torch.randint(-8, 8, (64, 512)).float()
     weight_OI = number_OI * (1 + (torch.rand(64, 512) - 0.5) / 60)
-    weight_OI[0, :GROUP] = 0
+    weight_OI[0, : GROUP[bits]] = 0
     weight_OI[0, :2] = torch.tensor([1.0, 0.8823])
     value_OGK, scale_OG = unpack_quantised(quantise_weight(weight_OI, bits))
     near_OI = (value_OGK * scale_OG[..., None]).flatten(1)
-    largest_OG = weight_OI.unflatten(1, (-1, GROUP)).abs().amax(dim=-1)
-    half_step_OI = (largest_OG / (2 ** (bits - 1) - 1) / 2).repeat_interleave(GROUP, dim=1)
+    largest_OG = weight_OI.unflatten(1, (-1, GROUP[bits])).abs().amax(dim=-1)
+    half_step_OI = (largest_OG / (2 ** (bits - 1) - 1) / 2).repeat_interleave(GROUP[bits], dim=1)
     # the scale's own rounding, of the largest weight by one part in 512
     cut_OI = near_OI.abs() / 500
     assert ((near_OI - weight_OI).abs() <= half_step_OI + cut_OI).all()
@@ -77,12 +77,12 @@ def test_weights_of_16_levels_keep_their_numbers(levels: tuple[int, int], dtype:
 def test_a_group_of_other_numbers_is_rounded_to_its_largest() -> None:
     weight_OI = torch.randn(64, 512)
     _, scale_OG = unpack_quantised(quantise_weight(weight_OI, 4))
-    largest_OG = weight_OI.unflatten(1, (-1, GROUP)).abs().amax(dim=-1)
+    largest_OG = weight_OI.unflatten(1, (-1, GROUP[4])).abs().amax(dim=-1)
     assert torch.equal(scale_OG, (largest_OG / 7).bfloat16().float())
 
 
-@pytest.mark.parametrize(("name", "bytes_each"), [("int8", 1.0625), ("int4", 0.5625)])
-def test_a_scale_of_two_bytes_is_stored_for_every_32_weights(name: str, bytes_each: float) -> None:
+@pytest.mark.parametrize(("name", "bytes_each"), [("int8", 1.03125), ("int4", 0.5625)])
+def test_a_scale_of_two_bytes_is_stored_for_every_group(name: str, bytes_each: float) -> None:
     packed = quantise_weight(torch.randn(64, 256), BITS[name])
     assert packed.nbytes == 64 * 256 * bytes_each
 
@@ -104,7 +104,7 @@ def test_the_layout_is_as_documented() -> None:
 def test_rows_round_to_whole_numbers_up_to_127() -> None:
     x_RI = torch.randn(20, 70)
     x_RI[3] = 0.0
-    value_RGK, scale_RG = quantise_rows(x_RI)
+    value_RGK, scale_RG = quantise_rows(x_RI, 32)
     assert torch.equal(value_RGK, value_RGK.round())
     assert value_RGK.abs().amax(dim=-1)[torch.arange(20) != 3].eq(127).all()
     assert not value_RGK[3].any()
@@ -150,10 +150,10 @@ def test_sums_of_the_largest_numbers_do_not_overflow(bits: int, signs: tuple[int
     of_weight, of_x = signs
     largest = (1 << (bits - 1)) - 1
     weight_OI = torch.full((20, 96), float(largest * of_weight))
-    weight_OI[:, ::GROUP] = of_weight  # otherwise a group of four bits has a single level
+    weight_OI[:, :: GROUP[bits]] = of_weight  # otherwise a group of four bits has a single level
     packed = quantise_weight(weight_OI, bits)
     value_OGK, _ = unpack_quantised(packed)
-    assert (value_OGK.abs() == largest).sum() == 20 * 93
+    assert (value_OGK.abs() == largest).sum() == 20 * (96 - value_OGK.shape[1])
     x = torch.full((9, 96), float(of_x))
     out = product(x, packed, None, 20)
     assert torch.equal(out, reference(x, packed, None, 20))

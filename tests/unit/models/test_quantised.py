@@ -550,6 +550,14 @@ def test_the_sampling_that_a_gguf_file_asks_for_is_the_default_of_requests(
 
 
 @needs_gguf
+def test_a_negative_top_k_of_a_gguf_file_is_off_as_in_llama_cpp(source: Path, tmp_path: Path) -> None:
+    path = str(tmp_path / "model.gguf")
+    asked = {"general.sampling.temp": 0.7, "general.sampling.top_k": -1}
+    stored.save_gguf(source, Path(path), "Q8_0", **asked)
+    assert request_defaults(path, 128) == {"temperature": 0.7, "top_k": 0}
+
+
+@needs_gguf
 def test_a_gguf_file_that_asks_for_greedy_text_or_for_nothing_sets_no_default(
     source: Path, tmp_path: Path
 ) -> None:

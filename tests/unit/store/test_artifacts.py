@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -232,6 +233,26 @@ def test_the_last_of_several_threads_lifts_the_rule() -> None:
         count_compilation()
     block.__exit__(None, None, None)
     count_compilation()
+
+
+def test_the_rule_of_dynamo_holds_if_dynamo_is_loaded_while_a_thread_is_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch._dynamo
+
+    stance = torch._dynamo.eval_frame._stance
+    with no_compilation():
+        pass
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    block = no_compilation()
+    block.__enter__()
+    assert torch._dynamo.eval_frame._stance == stance
+    monkeypatch.undo()
+    with block:
+        assert torch._dynamo.eval_frame._stance.stance == "fail_on_recompile"
+    assert torch._dynamo.eval_frame._stance.stance == "fail_on_recompile"
+    block.__exit__(None, None, None)
+    assert torch._dynamo.eval_frame._stance == stance
 
 
 X86 = """processor\t: 0
