@@ -1,16 +1,13 @@
-"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes, with
-sampling and with logits processors?
+"""Is the text of speculative decoding the text of plain decoding, token for token, in both dtypes and with
+rounded weights, with sampling and with logits processors?
 
 On the bundled pair, prompts of 1 to 150 tokens of stories, encyclopedia and code, end of text ignored:
 
-- float32, greedy: trees against plain decoding, and plain decoding against transformers' `generate` (the
-  first prompts only: it is slow);
-- float32 and bfloat16, temperature 0.8 with top-p 0.95 and a seed per prompt: trees against plain decoding
-  with that seed;
-- bfloat16, greedy: trees against plain decoding;
-- both dtypes, greedy and sampled, with logits processors (penalties, n-grams, bias, bans): trees against
-  plain decoding; and in float32, greedy, plain decoding against transformers' `generate` with its own
-  processors;
+- float32, greedy: plain decoding against transformers' `generate` (the first prompts only: it is slow);
+- float32, bfloat16, and a target with weights of int8 and of int4, greedy, and at temperature 0.8 with
+  top-p 0.95 and a seed per prompt: trees against plain decoding with that seed and the same weights;
+- all of these with logits processors, too (penalties, n-grams, bias, bans); and in float32, greedy, plain
+  decoding against transformers' `generate` with its own processors;
 
 each over the default policy and a wide and deep tree that verifies all its nodes. Refuted by a single
 token.
@@ -40,7 +37,13 @@ TRANSFORMERS_PROMPTS = 30
 LONGEST_PROMPT = 150
 QUICK_PROMPTS = 3
 QUICK_TOKENS = 16
-DTYPES = ("float32", "bfloat16")
+FORMATS = {
+    "float32": CompileConfig(dtype="float32"),
+    "bfloat16": CompileConfig(),
+    "int8": CompileConfig(weights="int8"),
+    "int4": CompileConfig(weights="int4"),
+}
+"""Of the target's weights; those of the draft and of the KV are bfloat16, except in float32."""
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 BIAS = {13: 1.5, 20: -2.0}
 BANNED = ((30,), (40, 41))
@@ -66,14 +69,13 @@ KINDS: dict[str, dict[str, Any]] = {
 """Options of `SamplingConfig.of`."""
 
 
-def pair_in(dtype: str) -> LoadedPair:
-    """The bundled pair, compiled in `dtype` under a name of its own where that is not the default."""
-    name = BUNDLED if dtype == CompileConfig().dtype else f"{BUNDLED}-{dtype}"
+def pair_in(weights: str) -> LoadedPair:
+    """The bundled pair, compiled in a format under a name of its own where that is not the default."""
+    config = FORMATS[weights]
+    name = BUNDLED if config == CompileConfig() else f"{BUNDLED}-{weights}"
     if not is_compiled(name):
         target, draft = bundled_models()
-        compile_pair(
-            str(target), str(draft), name=name, config=CompileConfig(dtype=dtype), progress=RichProgress()
-        )
+        compile_pair(str(target), str(draft), name=name, config=config, progress=RichProgress())
     return load_pair(name)
 
 
@@ -101,7 +103,7 @@ def settings_of(options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -
         lens[kind].append(len(prompt))
     return {
         "pair": BUNDLED,
-        "dtypes": DTYPES,
+        "formats": list(FORMATS),
         "prompts": len(prompts),
         "prompt_lens_by_text": lens,
         "tokens": options.tokens,
@@ -174,14 +176,14 @@ def compare(
 
 
 def comparisons(
-    pair: LoadedPair, dtype: str, prompts: Sequence[Sequence[int]], num_tokens: int, log: Log
+    pair: LoadedPair, weights: str, prompts: Sequence[Sequence[int]], num_tokens: int, log: Log
 ) -> list[dict[str, Any]]:
-    """All of one dtype's, of every kind; in float32 greedy text is transformers' too."""
+    """All of one format's, of every kind; in float32 greedy text is transformers' too."""
     rows = []
     for kind, options in KINDS.items():
         plain = texts(pair, prompts, num_tokens, PLAIN, options)
-        title = f"{dtype}, {kind}"
-        if dtype == "float32" and kind in ("greedy", "processors"):
+        title = f"{weights}, {kind}"
+        if weights == "float32" and kind in ("greedy", "processors"):
             processors = OF_TRANSFORMERS if options else {}
             few = prompts if options else prompts[:TRANSFORMERS_PROMPTS]
             theirs = transformers_texts(few, num_tokens, processors)
@@ -195,10 +197,10 @@ def comparisons(
 def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     """Every comparison."""
     rows: list[dict[str, Any]] = []
-    for dtype in DTYPES:
-        pair = pair_in(dtype)
+    for weights in FORMATS:
+        pair = pair_in(weights)
         prompts = prompts_of(pair, options.prompts)
-        rows += comparisons(pair, dtype, prompts, options.tokens, log)
+        rows += comparisons(pair, weights, prompts, options.tokens, log)
     return {"settings": settings_of(options, prompts), "comparisons": rows}
 
 
