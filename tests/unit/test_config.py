@@ -17,7 +17,6 @@ from yggdrasil.config import (
     from_dict,
 )
 from yggdrasil.errors import ConfigError, YggError
-from yggdrasil.store import artifacts
 
 NAN = float("nan")
 INF = float("inf")
@@ -162,23 +161,6 @@ def test_from_dict_refuses_an_unknown_key() -> None:
         ConfigError, match="CompileConfig: 'width' is not allowed; it must be one of .*'widths'"
     ):
         from_dict(CompileConfig, {"width": [1]})
-
-
-@pytest.mark.parametrize(
-    ("flags", "narrowest"),
-    [
-        ("x86_64 avx2 (120 flags)", 4),
-        ("aarch64 asimd", 4),
-        ("x86_64 avx2 avx512f avx512_bf16 (150 flags)", 8),
-    ],
-)
-def test_a_processor_that_multiplies_slowly_gets_narrow_graphs(
-    flags: str, narrowest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(artifacts, "cpu_flags", lambda: flags)
-    widths = CompileConfig().verify_widths
-    assert widths[0] == narrowest
-    assert set(widths) >= {8, 64}
 
 
 def test_config_errors_are_user_errors_and_value_errors() -> None:
