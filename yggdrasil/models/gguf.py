@@ -204,8 +204,9 @@ def sampling_settings(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if key.startswith(prefix)
     }
     settings = {name: stored[key] for key, name in SAMPLING.items() if key in stored}
-    if "top_k" in settings:
-        settings["top_k"] = max(settings["top_k"], 0)  # llama.cpp takes negative numbers as off, too
+    top_k = settings.get("top_k")
+    if isinstance(top_k, int):
+        settings["top_k"] = max(top_k, 0)  # llama.cpp takes negative numbers as off, too
     if "temperature" in settings:
         settings["do_sample"] = settings["temperature"] > 0
     unapplied = {

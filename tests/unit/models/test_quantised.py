@@ -579,7 +579,8 @@ def test_sampling_of_a_gguf_file_that_is_not_applied_is_named(source: Path, tmp_
 @needs_gguf
 def test_sampling_of_a_gguf_file_that_is_not_allowed_is_refused(source: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "model.gguf")
-    asked = {"general.sampling.temp": 0.7, "general.sampling.top_p": 1.5}
-    stored.save_gguf(source, Path(path), "Q8_0", **asked)
-    with pytest.raises(BrokenCheckpoint, match=r"sampling: top_p: 1\.5 is not allowed"):
-        request_defaults(path, 128)
+    for name, value, shown in (("top_p", 1.5, r"1\.5"), ("top_k", "many", "'many'")):
+        asked = {"general.sampling.temp": 0.7, f"general.sampling.{name}": value}
+        stored.save_gguf(source, Path(path), "Q8_0", **asked)
+        with pytest.raises(BrokenCheckpoint, match=f"sampling: {name}: {shown} is not allowed"):
+            request_defaults(path, 128)
