@@ -298,7 +298,7 @@ class CompileConfig:
         widths: Menu of draft widths W; each is a draft graph, except that those below 4 share one.
         max_depth: Most growth steps D.
         verify_widths: Menu of verified widths K; each is a target graph. A tree runs as the next wider one,
-            and padding takes time: without 4 and 6, a token took 1.05 times as long in bf16.
+            and its padding takes time.
         prefill_chunk: Tokens of a prompt that run together: the largest graph of both models, so larger
             than any width.
         num_candidates: Children a node can have, C; at least the largest width.
