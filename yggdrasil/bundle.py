@@ -98,7 +98,7 @@ def machine_fields() -> dict[str, Any]:
 def graph_sources() -> list[Path]:
     """Sources that decide what a graph computes and how fast."""
     package = Path(__file__).parent
-    sources = [package / "layout.py", package / "kv.py"]
+    sources = [package / name for name in ("layout.py", "page_order.py", "kv.py")]
     for folder in ("compiler", "models", "kernels"):
         sources += [
             path

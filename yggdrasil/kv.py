@@ -20,6 +20,7 @@ from torch import Tensor
 
 from yggdrasil.errors import CapacityError
 from yggdrasil.layout import PAGE_LEN
+from yggdrasil.page_order import by_slot, in_pages
 from yggdrasil.staging import upload
 
 __all__ = ["KVCache", "KVShape", "KVStorage", "move_slots_reference_"]
@@ -27,10 +28,12 @@ __all__ = ["KVCache", "KVShape", "KVStorage", "move_slots_reference_"]
 
 def move_slots_reference_(storage_PL2GSF: Tensor, source: Sequence[int], target: int) -> None:
     """Move slots `source[i]` (ascending) to `target + i` in every layer: specifies `ygg::move_slots_`."""
-    slots = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
-    from_page, to_page = slots // PAGE_LEN
-    from_place, to_place = slots % PAGE_LEN
-    storage_PL2GSF[to_page, :, :, :, to_place] = storage_PL2GSF[from_page, :, :, :, from_place]
+    moves_2N = torch.tensor([source, range(target, target + len(source))], device=storage_PL2GSF.device)
+    slots_PL2GSF = by_slot(storage_PL2GSF)
+    from_page, to_page = moves_2N // PAGE_LEN
+    from_place, to_place = moves_2N % PAGE_LEN
+    slots_PL2GSF[to_page, :, :, :, to_place] = slots_PL2GSF[from_page, :, :, :, from_place]
+    storage_PL2GSF.copy_(in_pages(slots_PL2GSF))
 
 
 def _num_in_place(path: Sequence[int]) -> int:
@@ -72,8 +75,8 @@ class KVStorage:
         dtype: Type of keys and values.
 
     Attributes:
-        storage_PL2GSF: (pages, layers, key or value, G, 16, F). A page is one range of bytes, so a range of
-            pages can be lent as memory.
+        storage_PL2GSF: (pages, layers, key or value, G, 16, F), on a CPU in the order of page_order.py.
+            A page is one range of bytes, so a range of pages can be lent as memory.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class KVStorage:
         return self.storage_PL2GSF[page:].view(-1).view(torch.uint8)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, (P, G, 16, F) each. Aliasing: views of the storage."""
+        """Keys and values of one layer, (P, G, 16, F) each, in the storage's order; views of it."""
         return self.storage_PL2GSF[:, layer, 0], self.storage_PL2GSF[:, layer, 1]
 
     def keep_(self, row: int, start: int, path: Sequence[int]) -> None:
@@ -107,7 +110,8 @@ class KVStorage:
             row: Row of the page table.
             path: Ascending offsets from `start`.
 
-        Cost: nothing for a chain from the root, else one gather and one scatter over all layers. No sync.
+        Cost: nothing for a chain from the root, else one gather and one scatter over all layers; on a CPU
+            of whole pages. No sync.
         """
         moved = _num_in_place(path)
         if moved == len(path):
@@ -115,10 +119,19 @@ class KVStorage:
         source = [start + offset for offset in path[moved:]]
         target = range(start + moved, start + len(path))
         index_2N = upload([source, target], self.pages_BP.device)
-        from_page, to_page = self.pages_BP[row].long()[index_2N // PAGE_LEN]
         from_place, to_place = index_2N % PAGE_LEN
         storage = self.storage_PL2GSF
-        storage[to_page, :, :, :, to_place] = storage[from_page, :, :, :, from_place]
+        pages_P = self.pages_BP[row].long()
+        if storage.is_cuda:
+            from_page, to_page = pages_P[index_2N // PAGE_LEN]
+            storage[to_page, :, :, :, to_place] = storage[from_page, :, :, :, from_place]
+            return
+        first = target[0] // PAGE_LEN
+        pages_P = pages_P[first : source[-1] // PAGE_LEN + 1]
+        slots_PL2GSF = by_slot(storage[pages_P])
+        from_page, to_page = index_2N // PAGE_LEN - first
+        slots_PL2GSF[to_page, :, :, :, to_place] = slots_PL2GSF[from_page, :, :, :, from_place]
+        storage[pages_P] = in_pages(slots_PL2GSF)
 
 
 class KVCache(KVStorage):

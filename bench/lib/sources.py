@@ -19,7 +19,7 @@ SERVER_ONLY = ("policy/gamma", "policy/trees.py", "policy/measured.py")
 PARTS = {
     "decode": (
         *("kernels", "compiler", "models", "step", "schedule", "policy"),
-        *("engine.py", "state.py", "tree.py", "kv.py", "layout.py"),
+        *("engine.py", "state.py", "tree.py", "kv.py", "layout.py", "page_order.py"),
     ),
     "serve": ("serve", *SERVER_ONLY),
 }

@@ -19,7 +19,7 @@ import yggdrasil
 PACKAGE = Path(yggdrasil.__file__).parent
 ROOT = PACKAGE.parent
 GROUPS = (  # a module imports from its own group and from those before it
-    ("errors", "store", "config", "layout", "staging", "text"),
+    ("errors", "store", "config", "layout", "page_order", "staging", "text"),
     ("picture", "tree", "kv", "state", "trace"),
     ("kernels",),
     ("models",),

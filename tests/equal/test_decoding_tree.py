@@ -14,6 +14,7 @@ import torch
 from yggdrasil.api import Pair
 from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError, ShapeNotCompiled, YggError
+from yggdrasil.page_order import by_slot
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step import decoding_tree
@@ -86,7 +87,9 @@ def test_its_slots_have_the_bits_of_a_text_that_was_read(pair: Pair) -> None:
 def storages(pair: Pair, target_len: int, draft_len: int) -> list[torch.Tensor]:
     """The KV of the first tokens of both models: (tokens, layers, 2, G, F)."""
     models = ((pair.engine.target, target_len), (pair.engine.draft, draft_len))
-    return [model.cache.storage_PL2GSF.movedim(4, 1).flatten(0, 1)[:length] for model, length in models]
+    return [
+        by_slot(model.cache.storage_PL2GSF).movedim(4, 1).flatten(0, 1)[:length] for model, length in models
+    ]
 
 
 def test_nodes_attached_by_hand_are_verified(pair: Pair) -> None:

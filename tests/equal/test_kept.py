@@ -13,6 +13,7 @@ from yggdrasil import engine as engine_module
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
 from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step.growth import prefill
@@ -48,8 +49,7 @@ def write(
 
 def stored(model: TokenModel) -> Tensor:
     """Committed keys and values, in the order of the text."""
-    storage_PL2GSF = model.cache.storage_PL2GSF
-    in_order = storage_PL2GSF.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+    in_order = by_slot(model.cache.storage_PL2GSF).permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
     return in_order[:, :, :, : model.cache.len].clone()
 
 

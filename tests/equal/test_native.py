@@ -20,6 +20,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import YggError
 from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
@@ -128,7 +129,7 @@ def history(
 
 def stored(model: TokenModel, length: int) -> Tensor:
     """The keys and values of the first `length` indices, in slot order."""
-    return model.cache.storage_PL2GSF.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length].clone()
+    return by_slot(model.cache.storage_PL2GSF).permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length]
 
 
 def both(

@@ -26,6 +26,7 @@ from yggdrasil.engine import Engine
 from yggdrasil.errors import ArtifactError, YggError
 from yggdrasil.loading import load_models
 from yggdrasil.models.protocol import TokenModel
+from yggdrasil.page_order import by_slot
 from yggdrasil.pair import load_pair
 from yggdrasil.policy.shape import ShapePolicy
 from yggdrasil.policy.uncalibrated import UNCALIBRATED
@@ -230,8 +231,7 @@ def test_stages_ahead_of_time_run_and_are_used_in_these_tests(
 
 def stored(model: TokenModel, length: int) -> Tensor:
     """The keys and values of the first `length` indices, in slot order."""
-    storage_PL2GSF = model.cache.storage_PL2GSF
-    return storage_PL2GSF.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length]
+    return by_slot(model.cache.storage_PL2GSF).permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:length]
 
 
 @pytest.mark.parametrize("name", ("tree", "changing", "static"))

@@ -27,6 +27,7 @@ from yggdrasil.errors import ShapeNotCompiled
 from yggdrasil.loading import load_draft, load_draft_weights, load_models, load_target, paged_storage
 from yggdrasil.models.packing import Chunk, pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
+from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.shape import FixedShape
@@ -174,8 +175,8 @@ class Text:
 def stored(model: TokenGraphs, row: int, length: int) -> Tensor:
     """The keys and values of a row's first indices."""
     cache = model.cache
-    slots = cache.storage_PL2GSF[cache.pages_BP[row].long()].permute(0, 4, 1, 2, 3, 5)
-    return slots.flatten(0, 1)[:length].clone()
+    slots = by_slot(cache.storage_PL2GSF[cache.pages_BP[row].long()]).permute(0, 4, 1, 2, 3, 5)
+    return slots.flatten(0, 1)[:length]
 
 
 def prefill_row_(paged: Paged, row: Row) -> None:

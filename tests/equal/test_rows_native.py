@@ -21,6 +21,7 @@ from torch import Tensor
 from yggdrasil.config import GenerateConfig, GrammarConfig, ProcessorConfig, SamplingConfig, ServeConfig
 from yggdrasil.engine import grammar_of
 from yggdrasil.models.packing import Chunk
+from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.schedule.search import plans
@@ -128,8 +129,8 @@ class Stand:
         ):
             for row, length in zip(rows, lens, strict=True):
                 pages = model.cache.pages_BP[row.row, : self.num_pages].long()
-                slots = model.cache.storage_PL2GSF[pages].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
-                found.append(slots[:length].clone())
+                slots = by_slot(model.cache.storage_PL2GSF[pages]).permute(0, 4, 1, 2, 3, 5).flatten(0, 1)
+                found.append(slots[:length])
         return found
 
 

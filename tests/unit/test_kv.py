@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from yggdrasil.errors import CapacityError
 from yggdrasil.kv import KVCache, KVShape, KVStorage
+from yggdrasil.page_order import by_slot
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -28,7 +29,7 @@ def filled(committed: int) -> KVCache:
 
 def slots(storage_PL2GSF: torch.Tensor) -> torch.Tensor:
     """(layers x 2 x G, slots, F): the same numbers slot by slot."""
-    return storage_PL2GSF.permute(1, 2, 3, 0, 4, 5).reshape(-1, SHAPE.capacity, SHAPE.head_dim)
+    return by_slot(storage_PL2GSF).permute(1, 2, 3, 0, 4, 5).reshape(-1, SHAPE.capacity, SHAPE.head_dim)
 
 
 def test_a_fresh_cache_is_empty_and_its_pages_are_the_identity() -> None:

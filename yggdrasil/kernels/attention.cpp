@@ -18,13 +18,13 @@
 // the order of its path. So the bits of a query row depend neither on where its keys lie, nor on the other
 // tokens, nor on their number.
 //
-// How the products were chosen. Up to 16 query rows make a block. Their scores with four pages of keys are
-// one product: of tiles on AMX; on vectors with the keys transposed, so that keys fill the vector even for
-// one query. A weighted sum takes the keys in the order of the sequence, with weight zero past the end.
-// Keys that all rows of a block share are multiplied once for all of them; the last keys of a tree node are
-// gathered in the order of its path and multiplied for it alone, by the same instructions. Softmax
-// numerators are rounded to the cache's dtype. Slower or inexact: all tree nodes as columns with zero
-// weights (pairs of keys share an instruction, so a node's place would change bits).
+// How the products were chosen. Up to 16 query rows make a block. Pages hold keys and values in the order
+// in which the products read them (page_order.py), so keys fill the vector even for one query. A weighted
+// sum takes the keys in the order of the sequence, with weight zero past the end. Keys that all rows of a
+// block share are multiplied once for all of them; the last keys of a tree node are gathered in the order
+// of its path and multiplied for it alone, by the same instructions. Softmax numerators are rounded to the
+// cache's dtype. Slower or inexact: all tree nodes as columns with zero weights (pairs of keys share an
+// instruction, so a node's place would change bits).
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/vec.h>
 
@@ -38,6 +38,7 @@
 
 #include "layout.h"
 #include "operators.h"
+#include "page_order.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -45,26 +46,45 @@ namespace {
 
 using namespace ygg;
 
-constexpr int64_t kPages = 4;     // pages scored together
-constexpr int64_t kL1Words = 64;  // words of a sum whose values stay in L1 while lane after lane takes them
+constexpr int64_t kPages = 4;  // pages that are multiplied together
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // ---- products: sums += a b, where b is lines of words and a is words (fp32 numbers for two products) ----
 
-constexpr int kHeld = 8;  // vectors of sums in registers; fewer do not hide the latency of an addition
+// Vectors of sums in registers; fewer do not hide the latency of an addition.
+constexpr int kHeld = kMaxRows >= 8 ? 16 : 8;
 
-// Rows of the matrices start `..._stride` elements apart. Strides are arguments of their own, not fields of
-// a record: so GCC compiles these functions for constant strides, which saves 4 % of attention's time.
+// The keys of several pages: line s has the s-th word of every key.
+struct KeyLines {
+  const Word* const* pages;
+  const Word* at(int64_t s, int64_t column) const {
+    return pages[column / kColumns] + s * kColumns + column % kColumns;
+  }
+};
 
-// kRows rows times kUsed vectors of a line.
-template <class Dtype, int kUsed, int kRows>
-void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, const Word* b,
-                   int64_t b_stride, int64_t steps) {
+// The values of several pages: line s has the features of the s-th value, or in bf16 of the s-th pair.
+template <class Dtype>
+struct ValueLines {
+  static constexpr int64_t kPerPage = kPageLen / Dtype::kPair;
+  const Word* const* pages;
+  int64_t dim;
+  const Word* at(int64_t s, int64_t column) const {
+    return pages[s / kPerPage] + s % kPerPage * dim + column;
+  }
+};
+
+// Rows of `sums` and `a` start `..._stride` elements apart. Strides are arguments of their own, not fields
+// of a record: so GCC compiles these functions for constant strides, which saves 4 % of attention's time.
+
+// kRows rows times kUsed vectors of each line, from `column` on.
+template <class Dtype, int kUsed, int kRows, class Lines>
+void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_stride, Lines b,
+                   int64_t column, int64_t steps) {
   Vec sum[kRows][kUsed];
   for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < kUsed; ++v) sum[r][v] = load(sums + r * sums_stride + v * kLanes);
+    for (int v = 0; v < kUsed; ++v) sum[r][v] = load(sums + r * sums_stride + column + v * kLanes);
   for (int64_t s = 0; s < steps; ++s) {
 #pragma GCC unroll 2
     for (int i = 0; i < Dtype::kParts; ++i) {
@@ -72,83 +92,40 @@ void multiply_rows(float* sums, int64_t sums_stride, const Word* a, int64_t a_st
       for (int r = 0; r < kRows; ++r) number[r] = broadcast(a[r * a_stride + s * Dtype::kParts + i]);
 #pragma GCC unroll 8
       for (int v = 0; v < kUsed; ++v) {
-        const Vec line = Dtype::part(load(b + s * b_stride + v * kLanes), i);
+        const Vec line = Dtype::part(load(b.at(s, column + v * kLanes)), i);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sum[r][v] = Dtype::multiply(sum[r][v], number[r], line);
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * sums_stride, sum[r], sizeof sum[r]);
+  for (int r = 0; r < kRows; ++r) std::memcpy(sums + r * sums_stride + column, sum[r], sizeof sum[r]);
 }
 
 // sums (rows, columns) += a (rows, steps) b (steps, columns); the number of columns is a multiple of 16.
-template <class Dtype, int kRows = std::bit_floor(unsigned(kMaxRows))>
+template <class Dtype, int kRows = std::bit_floor(unsigned(kMaxRows)), class Lines>
 void multiply(int64_t rows, int64_t columns, float* sums, int64_t sums_stride, const Word* a,
-              int64_t a_stride, const Word* b, int64_t b_stride, int64_t steps) {
+              int64_t a_stride, Lines b, int64_t steps) {
   constexpr int kUsed = std::clamp(kHeld / kRows, kVecs, int(kPages) * kVecs);
   for (; rows >= kRows; rows -= kRows, sums += kRows * sums_stride, a += kRows * a_stride) {
     int64_t c = 0;
     for (; c + kUsed * kLanes <= columns; c += kUsed * kLanes)
-      multiply_rows<Dtype, kUsed, kRows>(sums + c, sums_stride, a, a_stride, b + c, b_stride, steps);
+      multiply_rows<Dtype, kUsed, kRows>(sums, sums_stride, a, a_stride, b, c, steps);
     for (; c < columns; c += kColumns)
-      multiply_rows<Dtype, kVecs, kRows>(sums + c, sums_stride, a, a_stride, b + c, b_stride, steps);
+      multiply_rows<Dtype, kVecs, kRows>(sums, sums_stride, a, a_stride, b, c, steps);
   }
   if constexpr (kRows > 1)
-    multiply<Dtype, kRows - 1>(rows, columns, sums, sums_stride, a, a_stride, b, b_stride, steps);
-}
-
-#if defined(__AVX512F__)
-// Word s of 16 rows becomes line s, for 16 words; ATen's function takes three times as long.
-void transpose_block(float* lines, int64_t lines_stride, const float* rows, int64_t rows_stride) {
-  __m512i a[16], b[16];
-  for (int r = 0; r < 16; ++r) a[r] = _mm512_loadu_si512(rows + r * rows_stride);
-  for (int r = 0; r < 16; r += 2) {
-    b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
-    b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
-  }
-  for (int r = 0; r < 16; r += 4) {
-    for (int i = 0; i < 2; ++i) {
-      a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + i + 2]);
-      a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + i + 2]);
-    }
-  }
-  // quarter q of a[4 i + j] holds word 4 q + j of rows 4 i to 4 i + 3
-  for (int j = 0; j < 4; ++j) {
-    const __m512i even_low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
-    const __m512i even_high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
-    const __m512i odd_high = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
-    _mm512_storeu_si512(lines + j * lines_stride, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
-    _mm512_storeu_si512(lines + (4 + j) * lines_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-    _mm512_storeu_si512(lines + (8 + j) * lines_stride, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-    _mm512_storeu_si512(lines + (12 + j) * lines_stride, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
-  }
-}
-#endif
-
-// Word s of 16 rows becomes line s; the length of a row is a multiple of 8 words.
-void transpose(float* lines, int64_t lines_stride, const float* rows, int64_t words, int64_t rows_stride) {
-  int64_t s = 0;
-#if defined(__AVX512F__)
-  for (; s + 16 <= words; s += 16)
-    transpose_block(lines + s * lines_stride, lines_stride, rows + s, rows_stride);
-  if (s < words)
-    at::vec::transpose_mxn<float, 16, 8>(rows + s, rows_stride, lines + s * lines_stride, lines_stride);
-#else
-  for (; s < words; s += 8)
-    for (int64_t r = 0; r < 16; r += 8)
-      at::vec::transpose_mxn<float, 8, 8>(rows + r * rows_stride + s, rows_stride,
-                                          lines + s * lines_stride + r, lines_stride);
-#endif
+    multiply<Dtype, kRows - 1>(rows, columns, sums, sums_stride, a, a_stride, b, steps);
 }
 
 #if defined(__AMX_BF16__)
-// Tiles 0 to 3 accumulate, 4 and 5 hold a and b; 6 and 7 hold the last half tile of a key that has one.
-void configure_scores() {
+// Tiles 0 to 3 accumulate, 4 and 5 hold b and a; 6 and 7 hold them where a key ends with half a tile.
+void configure_scores(int64_t rows) {
   TileConfig config;
-  config.set(0, 6, kTileRows, 64);
-  config.set(6, 1, kTileRows, 32);
-  config.set(7, 1, kTileRows / 2, 64);
+  config.set(0, 4, rows, 64);
+  config.set(4, 1, kTileRows, 64);
+  config.set(5, 1, rows, 64);
+  config.set(6, 1, kTileRows / 2, 64);
+  config.set(7, 1, rows, 32);
   config.load();
 }
 
@@ -159,8 +136,9 @@ void configure_sums(int64_t rows) {
   config.load();
 }
 
-// Scores of four pages, 64 x 16.
-void score_tiles(float* scores, const Word* const* pages, const Word* query, int64_t steps) {
+// Scores of the lanes with four pages, (rows, 64).
+void score_tiles(float* scores, int64_t scores_stride, const Word* const* pages, const Word* query,
+                 int64_t steps) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -168,31 +146,31 @@ void score_tiles(float* scores, const Word* const* pages, const Word* query, int
   const int64_t stride = steps * 4;
   int64_t s = 0;
   for (; s + kColumns <= steps; s += kColumns) {
-    _tile_loadd(5, query + s * kColumns, 64);
-    _tile_loadd(4, pages[0] + s, stride);
-    _tile_dpbf16ps(0, 4, 5);
-    _tile_loadd(4, pages[1] + s, stride);
-    _tile_dpbf16ps(1, 4, 5);
-    _tile_loadd(4, pages[2] + s, stride);
-    _tile_dpbf16ps(2, 4, 5);
-    _tile_loadd(4, pages[3] + s, stride);
-    _tile_dpbf16ps(3, 4, 5);
+    _tile_loadd(5, query + s, stride);
+    _tile_loadd(4, pages[0] + s * kColumns, 64);
+    _tile_dpbf16ps(0, 5, 4);
+    _tile_loadd(4, pages[1] + s * kColumns, 64);
+    _tile_dpbf16ps(1, 5, 4);
+    _tile_loadd(4, pages[2] + s * kColumns, 64);
+    _tile_dpbf16ps(2, 5, 4);
+    _tile_loadd(4, pages[3] + s * kColumns, 64);
+    _tile_dpbf16ps(3, 5, 4);
   }
   if (s < steps) {
-    _tile_loadd(7, query + s * kColumns, 64);
-    _tile_loadd(6, pages[0] + s, stride);
-    _tile_dpbf16ps(0, 6, 7);
-    _tile_loadd(6, pages[1] + s, stride);
-    _tile_dpbf16ps(1, 6, 7);
-    _tile_loadd(6, pages[2] + s, stride);
-    _tile_dpbf16ps(2, 6, 7);
-    _tile_loadd(6, pages[3] + s, stride);
-    _tile_dpbf16ps(3, 6, 7);
+    _tile_loadd(7, query + s, stride);
+    _tile_loadd(6, pages[0] + s * kColumns, 64);
+    _tile_dpbf16ps(0, 7, 6);
+    _tile_loadd(6, pages[1] + s * kColumns, 64);
+    _tile_dpbf16ps(1, 7, 6);
+    _tile_loadd(6, pages[2] + s * kColumns, 64);
+    _tile_dpbf16ps(2, 7, 6);
+    _tile_loadd(6, pages[3] + s * kColumns, 64);
+    _tile_dpbf16ps(3, 7, 6);
   }
-  _tile_stored(0, scores, 64);
-  _tile_stored(1, scores + kTileWords, 64);
-  _tile_stored(2, scores + 2 * kTileWords, 64);
-  _tile_stored(3, scores + 3 * kTileWords, 64);
+  _tile_stored(0, scores, scores_stride * 4);
+  _tile_stored(1, scores + kColumns, scores_stride * 4);
+  _tile_stored(2, scores + 2 * kColumns, scores_stride * 4);
+  _tile_stored(3, scores + 3 * kColumns, scores_stride * 4);
 }
 
 // sums (rows, dim) += weights (rows, words) values (words, dim), up to 64 features at a time; the number of
@@ -252,11 +230,9 @@ struct Call {
   int64_t group() const { return num_heads / num_kv_heads; }  // query heads that share a KV head
   int64_t steps() const { return dim / Dtype::kPair; }        // words of a key
   const int32_t* token(int64_t n) const { return meta + n * meta_width; }
-  // The offset in a cache of the key or value of an index of a row: a page holds 16 of them, head after
-  // head.
-  int64_t place(int64_t row, uint64_t index, int64_t kv_head) const {
-    return pages[row * pages_per_row + index / kPageLen] * page_stride +
-           (kv_head * kPageLen + index % kPageLen) * dim;
+  // The offset in a cache of the page of an index of a row, for one head.
+  int64_t page(int64_t row, uint64_t index, int64_t kv_head) const {
+    return pages[row * pages_per_row + index / kPageLen] * page_stride + kv_head * kPageLen * dim;
   }
   int64_t len(int64_t n) const {
     int64_t path = 0;
@@ -290,20 +266,22 @@ std::vector<Lanes> blocks_of(const Call<Dtype>& call, int64_t num_tokens) {
   return blocks;
 }
 
-// Runs one block of one KV head after another. It keeps its memory, and the values that blocks of one head
-// share.
+// Runs one block of one KV head after another. It keeps its memory, and for tiles the values that blocks of
+// one head share.
 template <class Dtype>
 class Block {
   using Element = typename Dtype::Element;
+  using Order = PageOrder<Element>;
   // the elements of a in `multiply`
   using Number = std::conditional_t<Dtype::kParts == Dtype::kPair, float, Element>;
   static constexpr int64_t kKeys = kColumns * Dtype::kPair;  // keys of 16 words
-  static constexpr int64_t kGroup = kPages * kPageLen;       // keys scored together
+  static constexpr int64_t kGroup = kPages * kPageLen;
+  static constexpr int64_t kLines = ValueLines<Dtype>::kPerPage;
 
  public:
   void run(const Call<Dtype>& call, int64_t kv_head, Lanes lanes, bool is_first) {
     const int64_t row = call.token(lanes.begin / call.group())[kRow];
-    if (is_first || kv_head != kv_head_ || row != row_) laid_out_ = 0;
+    if (is_first || kv_head != kv_head_ || row != row_) copied_ = 0;
     call_ = &call;
     kv_head_ = kv_head;
     row_ = row;
@@ -341,39 +319,33 @@ class Block {
   }
 
   int64_t token_of(int64_t lane) const { return (lanes_.begin + lane) / call_->group(); }
-  const Element* at(const Element* cache, int64_t index) const {
-    return cache + call_->place(row_, index, kv_head_);
+  const Word* page(const Element* cache, int64_t index) const {
+    return reinterpret_cast<const Word*>(cache + call_->page(row_, index, kv_head_));
   }
   // Prefetches the page that starts at `index`, if that is before `end`: pages lie apart, so the processor
   // does not do it by itself. Always inlined, because GCC 12 removes a call that only prefetches.
   [[gnu::always_inline]] void prefetch(const Element* cache, int64_t index, int64_t end) const {
     if (index >= end) return;
-    const char* page = reinterpret_cast<const char*>(at(cache, index));
+    const char* first = reinterpret_cast<const char*>(page(cache, index));
     for (int64_t byte = 0; byte < kPageLen * call_->dim * int64_t(sizeof(Element)); byte += 64)
-      __builtin_prefetch(page + byte, 0, 2);
+      __builtin_prefetch(first + byte, 0, 2);
   }
 
-  // Prefetches what `score_indices` and `lay_out_values` read before they prefetch for themselves.
+  // Prefetches what `score_indices` and `add_shared` read before they prefetch for themselves.
   [[gnu::always_inline]] void prefetch_first_pages() const {
-    if (laid_out_ > 0) return;
     for (const Element* cache : {call_->key_cache, call_->value_cache})
       for (int64_t p = 0; p < kPages; ++p) prefetch(cache, p * kPageLen, last_index_ + 1);
   }
 
-  // Copies the queries lane after lane; for tiles, word s of all lanes becomes a line.
+  // Copies the queries lane after lane.
   void lay_out_queries() {
     const int64_t steps = call_->steps(), dim = call_->dim;
-    query_.assign(steps * Dtype::kParts * kColumns, 0);
+    query_.resize(steps * Dtype::kParts * kColumns);
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const int64_t head = kv_head_ * call_->group() + (lanes_.begin + lane) % call_->group();
       const Element* from =
           call_->query + head * call_->query_head_stride + token_of(lane) * call_->query_token_stride;
-      if (is_tiled_) {
-        for (int64_t s = 0; s < steps; ++s)
-          std::memcpy(&query_[s * kColumns + lane], from + s * Dtype::kPair, sizeof(Word));
-      } else {
-        copy_numbers(reinterpret_cast<Number*>(query_.data() + lane * steps * Dtype::kParts), from, dim);
-      }
+      copy_numbers(reinterpret_cast<Number*>(query_.data() + lane * steps * Dtype::kParts), from, dim);
     }
   }
 
@@ -388,7 +360,7 @@ class Block {
 
   void score() {
 #if defined(__AMX_BF16__)
-    if (is_tiled_) configure_scores();
+    if (is_tiled_) configure_scores(num_lanes_);
 #endif
     scores_stride_ = padded(longest_);
     scores_.resize(std::max<size_t>(scores_.size(), scores_stride_ * kColumns));
@@ -410,13 +382,12 @@ class Block {
   // lines.
   static int64_t padded(int64_t keys) { return round_up(keys, kGroup) + kColumns; }
 
-  // Scores the keys at indices [begin, end), where `begin` starts a page; writes up to a page more.
+  // Scores the keys at indices [begin, end), where `begin` starts a page; writes whole groups of pages.
   void score_indices(float* scores, int64_t stride, int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; index += kGroup, scores += kGroup) {
       const Word* pages[kPages];
       for (int64_t p = 0; p < kPages; ++p) {
-        pages[p] = reinterpret_cast<const Word*>(
-            at(call_->key_cache, std::min(index + p * kPageLen, (end - 1) / kPageLen * kPageLen)));
+        pages[p] = page(call_->key_cache, std::min(index + p * kPageLen, end - 1));
         prefetch(call_->key_cache, index + (kPages + p) * kPageLen, end);
       }
       score_pages(scores, stride, pages, std::min(kPages, (end - index + kPageLen - 1) / kPageLen));
@@ -426,23 +397,12 @@ class Block {
   void score_pages(float* scores, int64_t stride, const Word* const* pages, int64_t num_pages) {
     const int64_t steps = call_->steps();
 #if defined(__AMX_BF16__)
-    if (is_tiled_) {
-      alignas(64) float by_key[kGroup * kColumns];
-      score_tiles(by_key, pages, query_.data(), steps);
-      for (int64_t p = 0; p < num_pages; ++p)
-        transpose(scores + p * kPageLen, stride, by_key + p * kTileWords, kColumns, kColumns);
-      return;
-    }
+    if (is_tiled_) return score_tiles(scores, stride, pages, query_.data(), steps);
 #endif
-    keys_.resize(std::max<size_t>(keys_.size(), steps * kGroup));
-    for (int64_t p = 0; p < num_pages; ++p)
-      transpose(keys_.data() + p * kPageLen, kGroup, reinterpret_cast<const float*>(pages[p]), steps,
-                steps);
     for (int64_t lane = 0; lane < num_lanes_; ++lane)
       std::fill_n(scores + lane * stride, num_pages * kPageLen, 0.0f);
-    const auto* keys = reinterpret_cast<const Word*>(keys_.data());
     multiply<Dtype>(num_lanes_, num_pages * kPageLen, scores, stride, query_.data(), steps * Dtype::kParts,
-                    keys, kGroup, steps);
+                    KeyLines{pages}, steps);
   }
 
   // Computes the weights of every lane and their total.
@@ -479,68 +439,95 @@ class Block {
 
   void add_values() {
     sums_.assign(num_lanes_ * call_->dim, 0.0f);
-    values_.resize(std::max<size_t>(values_.size(), shared_ * words_per_key()));
-    lay_out_values(values_.data() + laid_out_ * words_per_key(), token_of(0), laid_out_, shared_);
-    laid_out_ = std::max(laid_out_, shared_);
-    add_words(0, num_lanes_, 0, values_.data(), shared_ / Dtype::kPair);
-    tail_values_.resize(std::max<size_t>(tail_values_.size(), (longest_ - shared_) * words_per_key()));
+    add_shared();
     for (int64_t lane = 0; lane < num_lanes_ && shared_ < longest_;) {
       const int64_t n = token_of(lane), len = call_->len(n);
       const int64_t next = std::min(num_lanes_, (n + 1) * call_->group() - lanes_.begin);
-      lay_out_values(tail_values_.data(), n, shared_, len);
-      add_words(lane, next, shared_ / Dtype::kPair, tail_values_.data(),
-                round_up(len - shared_, kKeys) / Dtype::kPair);
+      gather_tail(n, len);
+      add_lines(lane, next, shared_, tail_values_.data(), round_up(len - shared_, kKeys) / Dtype::kPair);
       lane = next;
     }
   }
 
-  int64_t words_per_key() const { return call_->dim / Dtype::kPair; }
-
-  // Lays out the values of keys [begin, end) of a token's sequence as lines of words, with zeros to the end
-  // of the last block; `begin` starts a block.
-  void lay_out_values(Word* values, int64_t n, int64_t begin, int64_t end) {
-    const int64_t in_pages = std::min<int64_t>(end, call_->token(n)[kPrefix]) / kPageLen * kPageLen;
-    for (; begin < in_pages; begin += kPageLen, values += kPageLen * words_per_key()) {
-      prefetch(call_->value_cache, begin + kPages * kPageLen, in_pages);
-      const Element* page = at(call_->value_cache, begin);
-      for (int64_t j = 0; j < kPageLen; j += Dtype::kPair)
-        lay_out_words(values + j * words_per_key(), [&](int64_t i) { return page + (j + i) * call_->dim; });
+  // Adds the values of the keys that all lanes share.
+  void add_shared() {
+#if defined(__AMX_BF16__)
+    if (is_tiled_) {
+      copy_shared();
+      return add_lines(0, num_lanes_, 0, values_.data(), shared_ / Dtype::kPair);
     }
-    zeros_.resize(std::max<size_t>(zeros_.size(), call_->dim));
-    for (int64_t j = begin; j < round_up(end, kKeys);
-         j += Dtype::kPair, values += Dtype::kPair * words_per_key())
-      lay_out_words(values, [&](int64_t i) {
-        return j + i < end ? at(call_->value_cache, call_->index(n, j + i)) : zeros_.data();
-      });
-  }
-
-  // One line of words: of each feature the value `row(0)` and, in bf16, `row(1)`.
-  template <class Row>
-  void lay_out_words(Word* values, Row row) {
-    const Element* rows[Dtype::kPair];
-    for (int i = 0; i < Dtype::kPair; ++i) rows[i] = row(i);
-    for (int64_t f = 0, dim = call_->dim; f < dim; f += kLanes) {
-      const WordVec words = Dtype::line(rows, f);
-      std::memcpy(values + f, &words, sizeof words);
+#endif
+    for (int64_t index = 0; index < shared_; index += kGroup) {
+      const Word* pages[kPages];
+      const int64_t count = std::min(kPages, (shared_ - index) / kPageLen);
+      for (int64_t p = 0; p < count; ++p) {
+        pages[p] = page(call_->value_cache, index + p * kPageLen);
+        prefetch(call_->value_cache, index + (kPages + p) * kPageLen, shared_);
+      }
+      add_pages(0, num_lanes_, index, pages, count * kLines);
     }
   }
 
-  // Adds values to the sums of lanes [first, last); their weights start at word `begin`.
-  void add_words(int64_t first, int64_t last, int64_t begin, const Word* values, int64_t words) {
-    const int64_t dim = call_->dim;
-    const Word* weights = weights_.data() + first * weights_stride_ + begin * Dtype::kParts;
-    float* sums = sums_.data() + first * dim;
+  // Copies pages of values one after another: a tile takes those of two pages. Blocks of one head share the
+  // copy.
+  void copy_shared() {
+    const int64_t page_words = kLines * call_->dim;
+    values_.resize(std::max<size_t>(values_.size(), shared_ / kPageLen * page_words));
+    for (; copied_ < shared_; copied_ += kPageLen) {
+      prefetch(call_->value_cache, copied_ + kPages * kPageLen, shared_);
+      std::memcpy(values_.data() + copied_ / kPageLen * page_words, page(call_->value_cache, copied_),
+                  page_words * sizeof(Word));
+    }
+  }
+
+  // Copies the values of a token's keys from `shared_` to `len` in the order of its sequence, with zeros to
+  // the end of the last block.
+  void gather_tail(int64_t n, int64_t len) {
+    const int64_t dim = call_->dim, in_lines = std::min<int64_t>(len, call_->token(n)[kPrefix]);
+    tail_values_.assign(round_up(len - shared_, kKeys) / Dtype::kPair * dim, 0);
+    Word* to = tail_values_.data();
+    int64_t j = shared_;
+    for (; j + Dtype::kPair <= in_lines; j += Dtype::kPair, to += dim)
+      std::memcpy(to, value_line(j), dim * sizeof(Word));
+    for (; j < len; ++j) {
+      const int64_t index = call_->index(n, j);
+      Order::copy_value(to, j % kPageLen, value_line(index), index % kPageLen, dim);
+      if (j % Dtype::kPair == Dtype::kPair - 1) to += dim;
+    }
+  }
+
+  // The line that has the value of an index.
+  const Word* value_line(int64_t index) const {
+    return page(call_->value_cache, index) + Order::value_line(index % kPageLen, call_->dim);
+  }
+
+  // Adds lines of values, one after another in memory, to the sums of lanes [first, last); their weights
+  // start at key `begin`.
+  void add_lines(int64_t first, int64_t last, int64_t begin, const Word* values, int64_t lines) {
 #if defined(__AMX_BF16__)
     if (is_tiled_) {
       configure_sums(last - first);
-      return add_tiles(sums, weights, weights_stride_, values, words, dim);
+      return add_tiles(sums_.data() + first * call_->dim, weights_of(first, begin), weights_stride_, values,
+                       lines, call_->dim);
     }
 #endif
-    for (int64_t w = 0; w < words; w += kL1Words) {
-      const int64_t steps = std::min(kL1Words, words - w);
-      multiply<Dtype>(last - first, dim, sums, dim, weights + w * Dtype::kParts, weights_stride_,
-                      values + w * dim, dim, steps);
+    for (int64_t line = 0; line < lines; line += kPages * kLines) {
+      const Word* pages[kPages];
+      const int64_t count = std::min(kPages * kLines, lines - line);
+      for (int64_t p = 0; p < count / kLines; ++p) pages[p] = values + (line + p * kLines) * call_->dim;
+      add_pages(first, last, begin + line * Dtype::kPair, pages, count);
     }
+  }
+
+  // The same for lines in up to four pages, on vectors.
+  void add_pages(int64_t first, int64_t last, int64_t begin, const Word* const* pages, int64_t lines) {
+    const int64_t dim = call_->dim;
+    multiply<Dtype>(last - first, dim, sums_.data() + first * dim, dim, weights_of(first, begin),
+                    weights_stride_, ValueLines<Dtype>{pages, dim}, lines);
+  }
+
+  const Word* weights_of(int64_t lane, int64_t key) const {
+    return weights_.data() + lane * weights_stride_ + key / Dtype::kPair * Dtype::kParts;
   }
 
   void write() {
@@ -557,14 +544,13 @@ class Block {
   const Call<Dtype>* call_ = nullptr;
   Lanes lanes_ = {};
   int64_t kv_head_ = 0, num_lanes_ = 0, row_ = 0, last_index_ = 0;
-  int64_t laid_out_ = 0;  // keys of this head and row whose values are laid out already
+  int64_t copied_ = 0;    // keys of this head and row whose values `values_` has
   int64_t shared_ = 0;    // keys that all lanes see, in whole blocks
   int64_t longest_ = 0;   // keys that the longest lane sees, in whole blocks
   int64_t scores_stride_ = 0, weights_stride_ = 0;
   bool is_tiled_ = false;
   std::vector<Word> query_, weights_, values_, tail_values_;
-  std::vector<float> keys_, scores_, tail_, sums_;
-  std::vector<Element> zeros_;
+  std::vector<float> scores_, tail_, sums_;
   float totals_[kColumns];
 };
 
@@ -575,19 +561,25 @@ template <class Dtype>
   return block;
 }
 
-// Stores fresh keys or values in a cache. Padding has no index and is not stored.
+// Stores fresh keys and values in their pages. Padding has no index and is not stored.
 template <class Dtype>
-void append_(const Call<Dtype>& call, const at::Tensor& fresh, at::Tensor& cache) {
+void append_(const Call<Dtype>& call, const Attention& attention) {
   using Element = typename Dtype::Element;
-  const Element* from = static_cast<const Element*>(fresh.const_data_ptr());
-  Element* to = static_cast<Element*>(cache.mutable_data_ptr());
+  using Order = PageOrder<Element>;
+  const auto* keys = static_cast<const Element*>(attention.key.const_data_ptr());
+  const auto* values = static_cast<const Element*>(attention.value.const_data_ptr());
+  auto* key_cache = static_cast<Element*>(attention.key_cache.mutable_data_ptr());
+  auto* value_cache = static_cast<Element*>(attention.value_cache.mutable_data_ptr());
   for (int64_t n = 0; n < call.num_tokens; ++n) {
     const int32_t* fields = call.token(n);
     if (fields[kIndex] < 0) continue;
-    Element* slot = to + call.place(fields[kRow], fields[kIndex], 0);
+    const int64_t slot = fields[kIndex] % kPageLen;
     for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      std::memcpy(slot + g * kPageLen * call.dim, from + g * fresh.stride(1) + n * fresh.stride(2),
-                  call.dim * sizeof(Element));
+      const int64_t page = call.page(fields[kRow], fields[kIndex], g);
+      const Element* key = keys + g * attention.key.stride(1) + n * attention.key.stride(2);
+      Order::store_key(reinterpret_cast<Word*>(key_cache + page), slot, key, call.dim);
+      const Element* value = values + g * attention.value.stride(1) + n * attention.value.stride(2);
+      Order::store_value(reinterpret_cast<Word*>(value_cache + page), slot, value, call.dim);
     }
   }
 }
@@ -619,8 +611,7 @@ at::Tensor run(const Attention& attention) {
       .pages_per_row = pages.size(1),
       .scale = float(scale),
   };
-  append_(call, key, key_cache);
-  append_(call, value, value_cache);
+  append_(call, attention);
   int64_t real = num_tokens;  // padding comes last, sees nothing and yields zeros
   while (real > 0 && call.token(real - 1)[kIndex] < 0) --real;
   std::fill(call.out + real * num_heads * dim, call.out + num_tokens * num_heads * dim, Element(0));

@@ -31,7 +31,8 @@ def reference(
         key_1GNF: Keys of the same tokens, (1, G, N, F); H is a multiple of G.
         value_1GNF: Their values, (1, G, N, F).
         key_cache_PGSF: Keys by page, (P, G, 16, F). Each page is contiguous, so the keys of one head lie
-            together. Written at each token's INDEX.
+            together. Written at each token's INDEX. Here slot after slot; the operator on a CPU has pages
+            in the order of page_order.py.
         value_cache_PGSF: Values by page, (P, G, 16, F), with the same strides; written likewise.
         meta_NM: One row of metadata per token, int32; see layout.py.
         pages_BP: The page of each 16 indices of a row, int32.

@@ -16,6 +16,8 @@
 
 #include "layout.h"
 #include "operators.h"
+#include "page_order.h"
+#include "vectors.h"
 
 namespace {
 
@@ -357,32 +359,64 @@ void ygg::acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at:
     values[node - 1] = interpolated(log_prob.const_data_ptr<float>()[node], x, x + num_knots, num_knots);
 }
 
+namespace {
+
+constexpr int64_t kPlanesAhead = 4;  // whose cache misses overlap: after a step every line is one
+
+void prefetch_words(const Word* words, int64_t count) {
+  for (int64_t word = 0; word < count; word += kColumns) __builtin_prefetch(words + word, 1);
+}
+
+// Copies slot source[i] to slot target[i] in every plane: the keys or the values of a layer's head.
+template <class Element>
+void copy_in_planes(Word* storage, int64_t num_planes, int64_t num_heads, int64_t dim,
+                    at::IntArrayRef source, at::IntArrayRef target) {
+  using Order = PageOrder<Element>;
+  const int64_t plane_words = kPageLen * dim / Order::kPair;
+  const auto is_key = [&](int64_t plane) { return plane / num_heads % 2 == 0; };
+  const auto page_of = [&](int64_t slot) { return storage + slot / kPageLen * num_planes * plane_words; };
+  const auto line_of = [&](int64_t slot) {
+    return page_of(slot) + Order::value_line(slot % kPageLen, dim);
+  };
+  std::vector<int64_t> slots(source.begin(), source.end());
+  slots.insert(slots.end(), target.begin(), target.end());
+  std::vector<const Word*> pages;
+  for (const int64_t slot : slots)
+    if (std::find(pages.begin(), pages.end(), page_of(slot)) == pages.end()) pages.push_back(page_of(slot));
+  const auto prefetch_plane = [&](int64_t plane) {
+    if (is_key(plane))
+      for (const Word* page : pages) prefetch_words(page + plane * plane_words, plane_words);
+    else
+      for (const int64_t slot : slots) prefetch_words(line_of(slot) + plane * plane_words, dim);
+  };
+  for (int64_t plane = 0; plane < num_planes; ++plane) {
+    if (plane + kPlanesAhead < num_planes) prefetch_plane(plane + kPlanesAhead);
+    for (size_t i = 0; i < source.size(); ++i) {
+      const int64_t from = source[i] % kPageLen, to = target[i] % kPageLen, first = plane * plane_words;
+      if (is_key(plane))
+        Order::copy_key(page_of(target[i]) + first, to, page_of(source[i]) + first, from, dim);
+      else
+        Order::copy_value(line_of(target[i]) + first, to, line_of(source[i]) + first, from, dim);
+    }
+  }
+}
+
+}  // namespace
+
 // Copies slot source[i] of every layer, key and value, and head to slot target[i], one after another.
 void ygg::copy_slots_(at::Tensor storage, at::IntArrayRef source, at::IntArrayRef target) {
-  TORCH_CHECK(storage.is_contiguous() && storage.dim() == 6,
-              "copy_slots_: storage is (pages, layers, 2, G, slots of a page, F)");
-  const int64_t page_len = storage.size(4), slot_bytes = storage.size(5) * storage.element_size();
-  const int64_t planes = storage.size(1) * storage.size(2) * storage.size(3);
-  const int64_t plane_bytes = page_len * slot_bytes, num_slots = storage.size(0) * page_len;
+  TORCH_CHECK(storage.is_contiguous() && storage.dim() == 6 && storage.size(4) == kPageLen,
+              "copy_slots_: storage is (pages, layers, 2, G, ", kPageLen, ", F)");
+  const bool is_float = storage.scalar_type() == at::kFloat;
+  TORCH_CHECK(is_float || storage.scalar_type() == at::kBFloat16, "copy_slots_: dtype ",
+              storage.scalar_type(), " is neither float32 nor bfloat16");
+  const int64_t num_heads = storage.size(3), dim = storage.size(5);
+  const int64_t num_planes = storage.size(1) * 2 * num_heads, num_slots = storage.size(0) * kPageLen;
   for (size_t i = 0; i < source.size(); ++i)
     TORCH_CHECK(0 <= source[i] && source[i] < num_slots && 0 <= target[i] && target[i] < num_slots,
                 "copy_slots_: slots outside the cache");
-  char* first = static_cast<char*>(storage.mutable_data_ptr());
-  const auto at = [&](int64_t slot) {
-    return first + slot / page_len * planes * plane_bytes + slot % page_len * slot_bytes;
-  };
-  for (size_t i = 0; i < source.size(); ++i) {
-    const char* from = at(source[i]);
-    char* to = at(target[i]);
-    for (int64_t plane = 0; plane < planes; ++plane) {
-      // After a pass over the weights every plane is a cache miss or two; prefetched, the misses overlap.
-      for (int64_t byte = 0; byte < slot_bytes; byte += 64) {
-        __builtin_prefetch(from + (plane + 8) * plane_bytes + byte);
-        __builtin_prefetch(to + (plane + 8) * plane_bytes + byte, 1);
-      }
-      std::memmove(to + plane * plane_bytes, from + plane * plane_bytes, slot_bytes);
-    }
-  }
+  const auto copy = is_float ? copy_in_planes<float> : copy_in_planes<uint16_t>;
+  copy(static_cast<Word*>(storage.mutable_data_ptr()), num_planes, num_heads, dim, source, target);
 }
 
 // Slots source[i] become slots target + i; `source` ascends and source[i] >= target + i.

@@ -14,6 +14,7 @@ from yggdrasil.kernels.attention import reference
 from yggdrasil.kernels.threads import get_num_threads, set_num_threads
 from yggdrasil.layout import INDEX, PAGE_LEN, PATH, PREFIX, READ
 from yggdrasil.models.packing import empty_meta, pack_chain_, pack_nodes_
+from yggdrasil.page_order import by_slot, in_pages
 from yggdrasil.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -40,18 +41,21 @@ class Attention:
         self.query = torch.randn(1, heads, num_tokens, dim).to(dtype)
         self.key, self.value = (torch.randn(1, kv_heads, num_tokens, dim).to(dtype) for _ in range(2))
         shape = (SLOTS // PAGE_LEN, 3, 2, kv_heads, PAGE_LEN, dim)  # the middle one of three layers
-        storage_PL2GSF = (torch.randn(shape) if fill is None else torch.full(shape, fill)).to(dtype)
-        self.key_cache = storage_PL2GSF[:, 1, 0]
-        self.value_cache = storage_PL2GSF[:, 1, 1]
+        # slot after slot
+        self.storage_PL2GSF = (torch.randn(shape) if fill is None else torch.full(shape, fill)).to(dtype)
+        self.key_cache = self.storage_PL2GSF[:, 1, 0]
+        self.value_cache = self.storage_PL2GSF[:, 1, 1]
         self.pages = torch.randperm(SLOTS // PAGE_LEN).to(torch.int32)[None]
         self.scale = dim**-0.5
 
     def run(self, meta_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Output and both caches after it, of the operator."""
-        caches = self.key_cache.clone(), self.value_cache.clone()
-        return torch.ops.ygg.attend(
+        """Output and both caches after it, slot after slot, of the operator."""
+        storage_PL2GSF = in_pages(self.storage_PL2GSF)
+        caches = storage_PL2GSF[:, 1].unbind(1)
+        out = torch.ops.ygg.attend(
             self.query, self.key, self.value, *caches, meta_NM, self.pages, self.scale
-        ), *caches
+        )
+        return out, *by_slot(storage_PL2GSF)[:, 1].unbind(1)
 
     def run_reference(self, meta_NM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         caches = self.key_cache.clone(), self.value_cache.clone()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from yggdrasil.errors import ConfigError, RankLost, UnsupportedModel
 from yggdrasil.kv import KVShape
 from yggdrasil.models.sharding import GatheredLinear, SummedLinear, check_divisible, shard_
+from yggdrasil.page_order import by_slot, in_pages
 from yggdrasil.ranks.follow import follow
 from yggdrasil.ranks.launch import local_rank, num_ranks, rank
 from yggdrasil.ranks.lead import Leader, LeadingCache
@@ -110,9 +111,8 @@ def test_a_follower_moves_the_slots_that_rank_0_moves() -> None:
     leading = LeadingCache(Leader(wire), SHAPE, dtype=torch.float32, device="cpu")
     following = LeadingCache(Leader(Wire()), SHAPE, dtype=torch.float32, device="cpu")
     for cache in (leading, following):
-        cache.storage_PL2GSF.copy_(
-            torch.arange(32.0).view(2, 1, 1, 1, 16, 1).expand_as(cache.storage_PL2GSF)
-        )
+        slots_PL2GSF = torch.arange(32.0).view(2, 1, 1, 1, 16, 1).expand_as(cache.storage_PL2GSF)
+        cache.storage_PL2GSF.copy_(in_pages(slots_PL2GSF))
     leading.commit_([0, 1])
     leading.commit_([0, 3, 4])
     leading.rollback_(4)
@@ -124,7 +124,7 @@ def test_a_follower_moves_the_slots_that_rank_0_moves() -> None:
     model.cache = following
     follow(wire, lambda _: model)  # type: ignore[arg-type, return-value]
     assert torch.equal(following.storage_PL2GSF, leading.storage_PL2GSF)
-    assert leading.storage_PL2GSF[0, 0, 0, 0, :5, 0].tolist() == [0, 1, 2, 5, 5]
+    assert by_slot(leading.storage_PL2GSF)[0, 0, 0, 0, :5, 0].tolist() == [0, 1, 2, 5, 5]
 
 
 def test_a_follower_without_rank_0_ends_with_an_error() -> None:
