@@ -1,8 +1,8 @@
 // The tile instructions of AMX in software, so that the kernels' form for AMX runs on any processor.
 //
 // GCC includes this file first (`-include`), with `-D__AMX_BF16__`; CONTRIBUTING.md has the command. The
-// sizes of the operands are checked, since a wrong one is an exception on a real processor, too. Sums add in
-// ascending order and round after each product, so their bits may differ from a real processor's.
+// sizes of the operands are checked, since a wrong one is an exception on a real processor, too. Sums add
+// in ascending order and round after each product, so their bits may differ from a real processor's.
 #pragma once
 
 #include <immintrin.h>
