@@ -361,7 +361,8 @@ void ygg::acceptance_of(const at::Tensor& log_prob, int64_t num_nodes, const at:
 
 namespace {
 
-constexpr int64_t kPlanesAhead = 4;  // whose cache misses overlap: after a step every line is one
+// Planes that are prefetched ahead. A pass over the weights has evicted them all; so the misses overlap.
+constexpr int64_t kPlanesAhead = 4;
 
 void prefetch_words(const Word* words, int64_t count) {
   for (int64_t word = 0; word < count; word += kColumns) __builtin_prefetch(words + word, 1);

@@ -1,4 +1,5 @@
-// The tile instructions of AMX in software, so that the kernels' form for AMX runs on any processor.
+// The tile instructions of AMX in software: so the kernels' form for AMX runs on processors without it that
+// have bf16 in AVX-512.
 //
 // GCC includes this file first (`-include`), with `-D__AMX_BF16__`; CONTRIBUTING.md has the command. The
 // sizes of the operands are checked, since a wrong one is an exception on a real processor, too. Sums add
