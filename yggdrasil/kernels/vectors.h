@@ -104,7 +104,6 @@ struct Float32 {
   static constexpr int kPair = 1;   // numbers of a word
   static constexpr int kParts = 1;  // products of a word: one for all its numbers, or one in fp32 for each
   static Vec widen_all(const Element* numbers) { return load(numbers); }
-  static WordVec line(const Element* const* rows, int64_t first) { return (WordVec)load(rows[0] + first); }
   static Vec round(Vec value) { return value; }
   static Vec nearest(Vec value) { return value; }
   static float widen(Element value) { return value; }
@@ -149,11 +148,6 @@ struct BFloat16 {
 #else
     return __builtin_convertvector(numbers, WordVec);
 #endif
-  }
-  static WordVec pair(Narrow even, Narrow odd) { return words(even) | words(odd) << 16; }
-  // A line of words from the same places of two rows.
-  static WordVec line(const Element* const* rows, int64_t first) {
-    return pair(narrow(rows[0] + first), narrow(rows[1] + first));
   }
 #if defined(__AVX512BF16__)
   static constexpr int kParts = 1;
