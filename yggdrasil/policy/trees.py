@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.competing import Expected, best_chains
 from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
 from yggdrasil.policy.gamma.nightjar import MIN_LOSS, PROMPT_VALUE, STAY_STEPS
 from yggdrasil.policy.gamma.prior import SwitchingCost
@@ -59,11 +60,11 @@ class TreeParts:
 class TreeGoodput:
     """Realised over predicted goodput of steps with trees, at one number of rows.
 
-    It holds what the prediction does not know: growth that stops early, what rows gain that compete for
-    verified nodes, and whatever the graphs' times and the acceptance do not explain. The prediction has the
-    corrections of times that are not in use yet, or the first slow step of a graph would count twice. If
-    trees did not run for long, a new step counts as much as all before. The first step replaces what was
-    expected; if it was slower it counts half, for it may have been interrupted.
+    It holds what the prediction does not know: growth that stops early, and whatever the graphs' times and
+    the acceptance do not explain. The prediction has the corrections of times that are not in use yet, or
+    the first slow step of a graph would count twice. If trees did not run for long, a new step counts as
+    much as all before. The first step replaces what was expected; if it was slower it counts half, for it
+    may have been interrupted.
 
     Args:
         estimate: What to expect before the first step.
@@ -91,9 +92,10 @@ class Trees:
     """Chooses a tree for every row, how many nodes of all trees are verified, or plain decoding.
 
     The arms are plain decoding and the trees of Eq. 3 at this number of rows. Their goodput is predicted by
-    the calibration and the profile; what steps take and accept corrects both, so a wrong profile is found
-    out. As in `Nightjar`, each step adds a share of its time to an exploration budget, which pays for steps
-    of the other arm: so plain decoding is measured in this server, too.
+    the calibration and the profile, with what rows gain that compete for verified nodes; what steps take
+    and accept corrects both, so a wrong profile is found out. As in `Nightjar`, each step adds a share of
+    its time to an exploration budget, which pays for steps of the other arm: so plain decoding is measured
+    in this server, too.
 
     Args:
         parts: What is known of the pair.
@@ -118,6 +120,7 @@ class Trees:
         self._scale = 1.0
         self._next_review = 0  # the number of a step
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
+        self._chains: dict[tuple[int, int, int], Expected | None] = {}
 
     def choose(self, load: Load) -> Choice:
         if load.nodes_max:
@@ -170,12 +173,7 @@ class Trees:
             best: Index of each row's arm.
         """
         num_rows = load.batch_size
-        gain = sum(
-            float(each.gain_M[index])
-            for each, index, limit in zip(arms, best, load.row_limits, strict=True)
-            if limit
-        )
-        tree_ms = max(float(each.cost_M[index]) for each, index in zip(arms, best, strict=True))
+        gain, tree_ms = self._prediction(load, arms, best)
         restart_ms = 0.0
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
@@ -195,6 +193,35 @@ class Trees:
             return is_better
         self.exploration_s -= 1e-3 * loss_ms
         return not is_better
+
+    def _prediction(self, load: Load, arms: Sequence[Arms], best: Sequence[int]) -> Expected:
+        """Accepted tokens of all rows, and the time of their step.
+
+        Either every row has its arm, or the rows compete with chains; whichever emits more per millisecond.
+        """
+        of_arms = [
+            Expected(float(each.gain_M[index]), float(each.cost_M[index]))
+            for each, index in zip(arms, best, strict=True)
+        ]
+        found = [_of_batch(of_arms, load)]
+        if load.batch_size > 1:
+            chains = [self._best_chains(row.state.sampling.temperature, load) for row in load.rows]
+            found += [_of_batch([each for each in chains if each], load)] if all(chains) else []
+        return max(found, key=lambda each: (load.batch_size + each.accepted) / each.ms)
+
+    def _best_chains(self, temperature: float, load: Load) -> Expected | None:
+        """What `best_chains` expects of a batch of such rows, by the corrected times and acceptance."""
+        policy = self._policy(temperature)
+        key = (id(policy), context_key(load.rows), load.batch_size)
+        if key not in self._chains:
+            self._chains[key] = best_chains(
+                policy.acceptance,
+                policy.latency,
+                num_rows=load.batch_size,
+                context_len=key[1],
+                scale=policy.scale,
+            )
+        return self._chains[key]
 
     def _goodput(self, num_rows: int) -> TreeGoodput:
         """That of this number of rows; a new one expects what is known of the next smaller number."""
@@ -294,6 +321,7 @@ class Trees:
         self._latency = latency
         self._corrected.clear()
         self._menus.clear()
+        self._chains.clear()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -306,6 +334,12 @@ class Trees:
             },
             **self.measured.state,
         }
+
+
+def _of_batch(expected: Sequence[Expected], load: Load) -> Expected:
+    """Accepted tokens of all rows that may draft, and the time of the slowest row's step."""
+    accepted = sum(each.accepted for each, limit in zip(expected, load.row_limits, strict=True) if limit)
+    return Expected(accepted, max(each.ms for each in expected))
 
 
 def _rows_key(num_rows: int) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from yggdrasil.policy.acceptance import Acceptance
+from yggdrasil.policy.competing import best_chains
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import StoppingShape
@@ -97,6 +98,28 @@ def test_rows_graft_as_far_as_pages_and_requests_allow() -> None:
     # all of a path that ends at DEPTH: the graft takes the place of growth steps
     assert grafts(load_of(1, nodes_max=4 * DEPTH)) == [(DEPTH, 5)]
     assert grafts(load_of(1, nodes_max=4 * DEPTH - 2)) == [(DEPTH - 1, 2)]
+
+
+def test_rows_that_compete_are_expected_to_gain_more_than_rows_that_share_alike() -> None:
+    """Half of the chains are accepted for certain: 8 rows fill the graph of 16 tokens with those alone."""
+    flat = tuple(
+        tuple(1.0 + 0.3 * min(k, depth) for k in range(depth + 1)) for depth in range(1, DEPTH + 1)
+    )
+    alike = Acceptance((-4.0, 0.0), (0.0, 0.9), {1: flat, 4: TREE})
+    pooled = tuple(tuple(0.25 * min(j, 2 * depth) for j in range(4 * depth + 1)) for depth in (1, 2, 3, 4))
+    steep = replace(LATENCY, verify=Curve((0,), (2, 8, 16, 64), ((10.0, 10.0, 16.0, 80.0),)))
+    competing = replace(alike, pooled=pooled)
+    load = load_of(8)
+    parts = TreeParts(lambda temperature: alike, steep, (1,), (4, 8, 16), stops=True)
+    assert Trees(parts, lambda lag, batch_size: 0.0).choose(load).gamma == 0
+    parts = replace(parts, acceptance=lambda temperature: competing)
+    assert Trees(parts, lambda lag, batch_size: 0.0).choose(load).gamma > 0
+    step = best_chains(competing, steep, num_rows=8, context_len=0)
+    assert step is not None
+    # two drafts deep, one a row on average: each of them is accepted
+    draft_ms = LATENCY.draft.at(16, 0) + LATENCY.draft.at(8, 0) + 2 * LATENCY.growth_host_ms
+    assert step == pytest.approx((1.0, draft_ms + LATENCY.step_host_ms + 16.0))
+    assert best_chains(alike, steep, num_rows=8, context_len=0) is None
 
 
 def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
