@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -388,7 +389,18 @@ def test_a_connection_is_closed_if_headers_do_not_arrive_in_time(monkeypatch: py
             except OSError:
                 break
         assert all(map(is_closed, (silent, slow, again)))
-        assert time.monotonic() - start < 4  # uvicorn's own limit for an idle connection is 5 s
+        assert time.monotonic() - start < 4
+
+
+def test_an_idle_connection_is_not_closed_earlier() -> None:
+    with server(max_connections=50) as running:
+        running.web.config.timeout_keep_alive = 0  # uvicorn's own limit, by default 5 s as in clients
+        with closing(HTTPConnection(running.url.removeprefix("http://"), timeout=20)) as kept:
+            for _ in range(3):
+                kept.request("GET", "/health")  # raises an error if the server has closed the connection
+                with kept.getresponse() as response:
+                    assert response.read()
+                time.sleep(0.1)
 
 
 def test_a_long_request_keeps_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

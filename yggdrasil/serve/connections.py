@@ -101,6 +101,12 @@ class Connection(H11Protocol):
         if not self._is_served and not self.transport.is_closing():
             self._wait_for_head()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Keep an idle connection for HEAD_SECONDS, longer than its client does.
+
+        Clients keep one for 5 s, and so would uvicorn: a request sent while the server closes it is lost.
+        """
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
