@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
@@ -118,6 +119,39 @@ def test_a_full_queue_refuses_a_request_and_gives_a_time_to_retry(bench: Bench) 
         last = Waiting([5], 4)
         service.submit(last.request())  # the queue has space again
         assert last.ended.wait(PATIENCE_S)
+
+
+def test_the_time_to_retry_does_not_grow_while_no_request_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = bench.batcher(Schedule([0]), num_rows=1)
+    may_step = threading.Event()
+    may_step.set()
+    step = batcher.step
+
+    def slow() -> StepReport | None:
+        may_step.wait(PATIENCE_S)
+        return step()
+
+    batcher.step = slow  # type: ignore[method-assign]
+    with serving(batcher, max_queue=2) as service:
+        for _ in range(3):
+            early = Waiting([5, 6], 4)
+            service.submit(early.request())
+            assert early.ended.wait(PATIENCE_S)
+            assert service._idle.wait(PATIENCE_S)
+        now = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 3600)
+        may_step.clear()
+        clients = [Waiting([5, 6], 4) for _ in range(2)]
+        for each in clients:
+            service.submit(each.request())
+        with pytest.raises(QueueFull) as caught:
+            service.submit(Waiting([5], 4).request())
+        assert caught.value.retry_after_s == 1
+        monkeypatch.undo()
+        may_step.set()
+        assert all_end(clients)
 
 
 def test_an_invalid_request_is_refused_at_once(bench: Bench) -> None:

@@ -245,6 +245,7 @@ class Service(Observer):
         """With nothing to do, check the batcher's state, then wait for a call."""
         self._batcher.scheduler.check()
         self._num_queued = 0
+        self._finished.clear()  # the rate of requests is not that of the time without any
         self._idle.set()
         if not self._stopping:
             self._wake.wait()
