@@ -108,6 +108,29 @@ def test_deeply_nested_tools_are_answered_or_refused(depth: int) -> None:
         assert response.status_code in (200, 400), response.text
 
 
+def repeating(value: str) -> dict[str, bytes]:
+    """Bodies of responses, by the field that is or has this value in JSON, which the answer repeats."""
+    form = {"type": "json_schema", "name": "VALUE", "schema": {"type": "object"}}
+    fields: dict[str, Any] = {
+        "metadata": {"a": "VALUE"},
+        "text.format": {"format": form},
+        "tools": [{"type": "function", "name": "f", "parameters": {"a": "VALUE"}}],
+    }
+    return {
+        name: json.dumps({"input": "Hi", "tool_choice": "none", name.partition(".")[0]: field})
+        .replace('"VALUE"', value)
+        .encode()
+        for name, field in fields.items()
+    }
+
+
+@pytest.mark.parametrize("number", ("NaN", "-Infinity", "1e400"))
+def test_a_number_that_json_lacks_is_not_repeated(shared: Running, number: str) -> None:
+    for name, body in repeating(number).items():
+        for sent in (body, body.replace(b"{", b'{"stream": true, ', 1)):
+            assert refused(raw(shared, sent, "/v1/responses")).startswith(f"{name}: a number is not finite")
+
+
 def test_brackets_and_commas_in_a_text_do_not_count_as_values(shared: Running) -> None:
     for text in ("[{,:" * 40_000 + "end", '\\"[,' * 100_000, "\\" * 50_001, '"' * 300_000, ',"' * 300_000):
         assert "take more" in refused(raw(shared, json.dumps({"prompt": text}).encode()))

@@ -19,6 +19,7 @@ An answer without `stream` is the response in the last event. Nothing is stored:
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,6 +200,21 @@ class ResponsesRequest(Strict):
             message = "previous_response_id: responses are not stored; send the whole conversation as input"
             raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
         return neutral_only(fields, cls.model_fields, NEUTRAL, LABELS)
+
+    @model_validator(mode="after")
+    def _can_be_repeated(self) -> ResponsesRequest:
+        repeated = {
+            "metadata": self.metadata,
+            "text.format": self.text.format,
+            "tools": [tool.parameters for tool in self.tools],
+        }
+        for name, value in repeated.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:
+                message = f"{name}: a number is not finite; JSON has neither NaN nor infinity"
+                raise ApiError(400, message, param=name) from None
+        return self
 
     def chat(self) -> ChatRequest:
         """This request as one of chat completions; raises its errors."""
