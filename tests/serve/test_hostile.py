@@ -124,6 +124,14 @@ def repeating(value: str) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("blanks", (0, 70_000), ids=["small", "large"])  # large ones are parsed in a thread
+def test_what_an_answer_repeats_is_not_nested_too_deeply(shared: Running, blanks: int) -> None:
+    for depth in (100, *range(900, 1000, 10)):
+        for body in repeating("[" * depth + "]" * depth).values():
+            response = raw(shared, body + b" " * blanks, "/v1/responses")
+            assert response.status_code == 200 if depth == 100 else refused(response), response.text
+
+
 @pytest.mark.parametrize("number", ("NaN", "-Infinity", "1e400"))
 def test_a_number_that_json_lacks_is_not_repeated(shared: Running, number: str) -> None:
     for name, body in repeating(number).items():

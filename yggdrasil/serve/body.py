@@ -24,6 +24,7 @@ __all__ = ["MAX_BODY_BYTES", "MAX_VALUES", "check_counts", "checked", "read_body
 MAX_BODY_BYTES = 4 << 20
 # By the character that every value of a kind has; 64 prompts of 4096 tokens have as many values.
 MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
+MOST_LEVELS = 200  # Python has a limit, too, but a body that it can read may be too deep to be repeated
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it, also one of a whole pair
 FORM = re.compile(r"\[|^str$|-int$")  # as pydantic calls lists, texts and numbers in a path
@@ -64,6 +65,8 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
     check_counts(body)
     try:
         fields = json.loads(body.decode())
+        if body.count(b"[") + body.count(b"{") > MOST_LEVELS:
+            _check_levels(fields)
         if isinstance(fields, dict) and SURROGATE.search(body):
             _check_texts(fields)
     except UnicodeDecodeError as error:
@@ -77,6 +80,17 @@ def _parsed(body: bytes, kind: type[Wire]) -> Wire:
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     return checked(lambda: kind.model_validate(fields))
+
+
+def _check_levels(fields: Any) -> None:
+    """Raise RecursionError if lists and objects are nested too deeply."""
+    level = [fields]
+    for _ in range(MOST_LEVELS):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for each in values for value in each if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _check_texts(fields: dict[str, Any]) -> None:
