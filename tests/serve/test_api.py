@@ -576,6 +576,25 @@ def test_the_default_template_takes_texts_and_parts(shared: Running) -> None:
     assert prompt == "system: Be brief.\nuser: Who are you?\nassistant:"
 
 
+@pytest.mark.parametrize("path", ("/v1/chat/completions", "/v1/responses"))
+def test_an_answer_ends_before_the_user_s_turn_if_the_model_has_no_template(path: str) -> None:
+    is_chat = "chat" in path
+    fields: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"input": "Hi"}
+    )
+    turns = " A fox.\nuser: Thanks."
+    for template, whole in ((ChatTemplate(), " A fox."), (ChatTemplate("Hi"), turns)):
+        with server(template=template) as running:
+            running.service.story = turns
+            for stop, text in (([], whole), (["fox"], " A ")):
+                answer = running.post(path, **fields, stop=stop).json()
+                if is_chat:
+                    assert answer["choices"][0]["message"]["content"] == text
+                else:
+                    assert answer["output"][0]["content"][0]["text"] == text
+            assert running.ask()["choices"][0]["text"] == turns
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -254,6 +254,7 @@ def _requests(
     requests = body.requests(
         prompts,
         max_context=serving.max_context,
+        template=serving.template,
         spellings=serving.tokenizer.spellings,
         defaults=serving.defaults,
         grammar=grammar,

@@ -29,6 +29,7 @@ from yggdrasil.serve.wire import ApiError, Strict
 from yggdrasil.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from yggdrasil.serve.chat import ChatTemplate
     from yggdrasil.serve.prompts import PromptEncoder
 
 __all__ = ["ChatRequest", "CompletionRequest", "WireRequest"]
@@ -173,11 +174,16 @@ class WireRequest(Strict):
         """Every prompt as tokens; raises the errors of the encoder."""
         raise NotImplementedError
 
+    def stops(self, template: ChatTemplate) -> tuple[str, ...]:
+        """Texts that end the output."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
     def requests(
         self,
         prompts: Sequence[Sequence[int]],
         *,
         max_context: int,
+        template: ChatTemplate,
         spellings: Callable[[Sequence[str]], list[list[int]]],
         defaults: Mapping[str, Any],
         grammar: GrammarConfig | None = None,
@@ -194,8 +200,11 @@ class WireRequest(Strict):
             ConfigError: a sampling option is not allowed.
         """
         sampling = self._sampling(spellings, defaults, grammar)
+        stops = self.stops(template)
+        for text in stops:
+            _check_short(text, "stop")
         return [
-            self._request(prompt, self._max_new_tokens(len(prompt), max_context), choice, sampling)
+            self._request(prompt, self._max_new_tokens(len(prompt), max_context), choice, sampling, stops)
             for prompt in prompts
             for choice in range(self.n)
         ]
@@ -218,16 +227,18 @@ class WireRequest(Strict):
         return SamplingConfig.of(options)
 
     def _request(
-        self, prompt: Sequence[int], max_new_tokens: int, choice: int, sampling: SamplingConfig
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        choice: int,
+        sampling: SamplingConfig,
+        stops: tuple[str, ...],
     ) -> Request:
         # every prompt of a list gets the seeds that it would get alone
         seed = secrets.randbits(63) if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            _check_short(text, "stop")
         config = GenerateConfig(
             max_new_tokens=max_new_tokens,
-            stop=stop,
+            stop=stops,
             stop_tokens=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             sampling=replace(sampling, seed=seed),
@@ -463,3 +474,7 @@ class ChatRequest(WireRequest):
         messages = [message.rendered() for message in self.messages]
         text = encoder.template.render(messages, [tool.rendered() for tool in self.offered])
         return [encoder.encode(text, self.prompt_field, special_tokens=not encoder.template.is_own)]
+
+    def stops(self, template: ChatTemplate) -> tuple[str, ...]:
+        """As in the base class, and what begins a user's turn if the model has no template of its own."""
+        return (*super().stops(template), *template.stops)
