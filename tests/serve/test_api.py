@@ -636,6 +636,8 @@ def test_an_answer_ends_before_the_user_s_turn_if_the_model_has_no_template(path
         ({"store": True}, "store"),
         ({"guided_json": {}}, "guided_json"),
         ({"min_p": 2}, "min_p"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
         ({"max_tokens": -1}, "max_tokens"),

@@ -31,7 +31,7 @@ OPEN_PATHS = ("/health", "/ping")  # for load balancers, which have no key
 CLOSE = {"Connection": "close"}
 TOO_LARGE = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
 TOO_SLOW = f"the body did not arrive within {BODY_SECONDS:g} s"
-FIELD_NAMES = {"max_new_tokens": "max_tokens"}
+FIELD_NAMES = {"max_new_tokens": "max_tokens", "stop_tokens": "stop_token_ids", "token": "logit_bias"}
 
 
 class AuthMiddleware:
@@ -195,7 +195,8 @@ def _refused(error: YggError) -> ApiError:
         case ServiceEnded():
             return ApiError(503, str(error))
         case ConfigError():
-            return ApiError(400, str(error), param=FIELD_NAMES.get(error.field, error.field))
+            named = error.renamed(FIELD_NAMES.get(error.field, error.field))
+            return ApiError(400, str(named), param=named.field)
         case CapacityError():
             return ApiError(400, str(error), code="context_length_exceeded")
         case _:  # not the client's fault
