@@ -180,6 +180,13 @@ def test_reasoning_is_an_item_of_its_own_and_may_come_back(
     assert prompt(running) == "<assistant>A red fox.<user>?"
 
 
+def test_null_in_a_field_is_the_same_as_leaving_it_out(running: Running) -> None:
+    unset = {"reasoning": {"effort": None, "summary": None}, "text": {"format": None, "verbosity": None}}
+    tool = {"type": "function", "name": "f", "description": None, "parameters": None, "strict": None}
+    response = running.post("/v1/responses", input="Hi", tools=[tool], tool_choice="none", **unset)
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     (

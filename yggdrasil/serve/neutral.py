@@ -85,5 +85,7 @@ def neutral_only(
 
 
 def _equal(value: Any, neutral: Any) -> bool:
-    """Equal, and both or neither true or false: JSON's `false` is not 0."""
+    """Equal, and both or neither true or false: JSON's `false` is not 0. Nulls in an object are nothing."""
+    if isinstance(value, dict):
+        value = {name: part for name, part in value.items() if part is not None}
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
