@@ -188,3 +188,9 @@ def test_a_format_is_chosen_by_the_markers_of_the_template() -> None:
     assert format_of("[TOOL_CALLS] {{ tools }}") == "mistral"
     assert format_of('<|start_header_id|> {{ \'Respond with {"name": x, "parameters": y}\' }}') == "llama3"
     assert format_of("{{ tools | tojson }}") == "json"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_value_that_is_nested_too_deeply_is_text(form: str) -> None:
+    text = f'{{"x": {"[" * 5000}{"]" * 5000}, "name": "sum"}}'
+    assert read(text, form) == (text, [])

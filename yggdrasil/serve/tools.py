@@ -373,7 +373,7 @@ class _Call:
         else:
             try:
                 value = json.loads(self._token, strict=False)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.is_broken = True
                 return
             self._end_value(value)
