@@ -341,6 +341,28 @@ def test_texts_of_a_client_are_never_encoded_in_the_event_loop(
     assert set(in_loop) <= {shared.service.story}  # which the fake encodes
 
 
+def test_the_scores_of_a_whole_answer_are_never_spelled_in_the_event_loop(
+    shared: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = shared.service.tokenizer
+    in_loop: list[int] = []
+    token_bytes = tokenizer.token_bytes
+
+    def noting(token: int) -> bytes:
+        with suppress(RuntimeError):  # no loop runs in this thread
+            asyncio.get_running_loop()
+            in_loop.append(token)
+        return token_bytes(token)
+
+    monkeypatch.setattr(tokenizer, "token_bytes", noting)
+    assert shared.ask(logprobs=5)["choices"][0]["logprobs"]["tokens"]
+    assert shared.ask(logprobs=5, echo=True)["choices"][0]["logprobs"]["tokens"]
+    assert shared.ask(prompt_logprobs=5)["choices"][0]["prompt_logprobs"]
+    answer = shared.chat(logprobs=True, top_logprobs=20).json()
+    assert answer["choices"][0]["logprobs"]["content"]
+    assert in_loop == []
+
+
 def test_an_error_that_is_not_the_client_s_fault_contains_nothing_about_the_server(
     shared: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

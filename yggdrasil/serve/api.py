@@ -299,11 +299,12 @@ async def _respond(reply: Reply, body: WireRequest, rows: Rows) -> Response:
     if not rows.are_done:
         return Response(status_code=499)  # the client has disconnected and does not read this
     merged = [merge(received[index]) for index in sorted(received)]
-    return await _computed(lambda: JSONResponse(reply.whole(merged)), body.prompt_top is not None)
+    has_scores = body.num_top is not None or body.prompt_top is not None
+    return await _computed(lambda: JSONResponse(reply.whole(merged)), has_scores)
 
 
 async def _computed(compute: Callable[[], Result], is_long: bool) -> Result:
-    """The result, computed in a thread if it is long: spelling the tokens of a prompt takes a second."""
+    """The result, computed in a thread if it is long: spelling tokens with scores takes seconds."""
     return await run_in_threadpool(compute) if is_long else compute()
 
 
