@@ -11,7 +11,7 @@ from batches import Bench, Schedule
 from test_api import REPORT
 from test_service import PATIENCE_S, Waiting, all_end, new_service
 
-from yggdrasil.config import GenerateConfig, ServeConfig
+from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig, ServeConfig
 from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.serve.batcher import Batcher
@@ -97,6 +97,27 @@ def test_no_request_is_decoded_twice_while_another_one_waits(bench: Bench) -> No
     assert service.drain(PATIENCE_S)
     assert all(each.tokens == bench.reference(each) for each in clients)
     assert reports.shadows == []
+
+
+def test_a_grammar_that_is_gone_is_not_compiled_again_for_a_shadow(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = Reports()
+    batcher = bench.batcher(Schedule([3]))
+    service = shadowing(batcher, reports)
+    client = Waiting([5, 6, 7], 8)
+    sampling = SamplingConfig.of({"grammar": GrammarConfig.of("regex", "a")})
+    monkeypatch.setattr(batcher.grammars, "state", lambda grammar: None)  # any text
+    monkeypatch.setattr(batcher.grammars, "knows", lambda grammar: False)
+    request = client.request()
+    config = replace(request.config, ignore_eos=False, sampling=sampling)
+    service.start()
+    service.submit(replace(request, config=config))
+    monkeypatch.setattr(batcher.grammars, "state", lambda grammar: 1 / 0)
+    assert client.ended.wait(PATIENCE_S)
+    assert service.info()["shadow"]["requests"] == 0
+    assert service.drain(PATIENCE_S)
+    assert [end.is_shadow for end in reports.ends] == [False]
 
 
 def test_a_cancelled_request_has_no_shadow(bench: Bench) -> None:

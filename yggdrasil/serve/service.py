@@ -173,7 +173,13 @@ class Service(Observer):
     def _submit_shadow(self, request: Request) -> None:
         """Queue the second decoding of a request that has just ended; called within a step."""
         if self._may_shadow and self._batcher.num_waiting == 0:
-            self._call(lambda: self._batcher.submit(self._batcher.ticket(request)))
+            self._call(lambda: self._begin_shadow(request))
+
+    def _begin_shadow(self, request: Request) -> None:
+        """Queue it, unless its grammar is gone: compiling one in this thread would delay all rows."""
+        grammar = request.config.grammar
+        if grammar is None or self.knows(grammar):
+            self._batcher.submit(self._batcher.ticket(request))
 
     def _call(self, command: Callable[[], object]) -> None:
         self._inbox.append(command)
