@@ -232,6 +232,15 @@ def test_keys_walk_through_the_steps_and_mark_their_text(browser: Any) -> None:
         expect(page.locator("#step-line")).to_contain_text(f"Step 1 of {count}")
 
 
+def test_the_reasoning_of_an_answer_is_whole(browser: Any) -> None:
+    options = {"template": ChatTemplate(TEMPLATE), "reasoning_parser": "think"}
+    with server(**options) as running, opened(browser, running) as page:
+        connected(page)
+        running.service.story = "<think>I see a fox.</think> It is red."
+        ask(page, "Once")
+        expect(page.locator("#log .assistant")).to_have_text("I see a fox.It is red.")
+
+
 def test_the_key_is_asked_for_kept_for_the_tab_and_sent(browser: Any) -> None:
     with server(api_key=KEY) as running, opened(browser, running) as page:
         page.fill("#key", "another")

@@ -155,7 +155,8 @@ async function stream(path, body, answer, reply) {
   for await (const event of eventsOf(response)) {
     signal.throwIfAborted(); // an event may have been read before the end
     for (const choice of event.choices) {
-      const text = choice.delta?.content ?? choice.delta?.reasoning_content ?? choice.text ?? "";
+      const delta = choice.delta ?? { content: choice.text };
+      const text = (delta.reasoning_content ?? "") + (delta.content ?? ""); // the first one has both
       reply.content += text;
       const chunk = addChunk(answer, text);
       if (choice.tree) {
