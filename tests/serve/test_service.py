@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,31 @@ def test_a_full_queue_refuses_a_request_and_gives_a_time_to_retry(bench: Bench) 
         last = Waiting([5], 4)
         service.submit(last.request())  # the queue has space again
         assert last.ended.wait(PATIENCE_S)
+
+
+def test_clients_that_leave_during_a_step_do_not_count_as_waiting(bench: Bench) -> None:
+    batcher = bench.batcher(Schedule([0]))
+    may_step = threading.Event()
+    step = batcher.step
+
+    def slow() -> StepReport | None:
+        report = step()
+        may_step.wait(PATIENCE_S)
+        return report
+
+    batcher.step = slow  # type: ignore[method-assign]
+    first = threading.Event()
+    clients = [Waiting([5, 6], 8, on_first=first.set) for _ in range(4)]
+    with serving(batcher, max_queue=3) as service:
+        service.submit(clients[0].request())
+        assert first.wait(PATIENCE_S)  # from here on the first step is held
+        for each in clients[1:3]:
+            service.cancel(service.submit(each.request()))
+        service.on_step(SimpleNamespace(waiting=0, drafted=(), emitted=()))  # type: ignore[arg-type]
+        service.submit(clients[3].request())
+        may_step.set()
+        assert all_end(clients)
+    assert [each.finish for each in clients] == ["length", "cancelled", "cancelled", "length"]
 
 
 def test_the_time_to_retry_does_not_grow_while_no_request_comes(

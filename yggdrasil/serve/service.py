@@ -60,6 +60,7 @@ class Service(Observer):
         self._is_draining = False
         self._has_died = False
         self._num_queued = 0
+        self._arriving: set[Ticket] = set()  # submitted, but not in the batcher's queue yet
         self._finished: deque[float] = deque(maxlen=NUM_RECENT)
         self._accept_length = 0.0
         self._thread = threading.Thread(target=self._run, name="ygg-batcher", daemon=True)
@@ -107,7 +108,8 @@ class Service(Observer):
             request = self._shadow.served(request, self._submit_shadow)
         ticket = self._batcher.ticket(request)
         self._num_queued += 1
-        self._call(lambda: self._batcher.submit(ticket))
+        self._arriving.add(ticket)
+        self._call(lambda: self._queue(ticket))
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -155,7 +157,7 @@ class Service(Observer):
         return is_done and not self._has_died
 
     def on_step(self, report: StepReport) -> None:
-        self._num_queued = report.waiting + len(self._inbox)
+        self._num_queued = report.waiting + len(self._arriving)
         if sum(report.drafted):
             accepted = sum(report.emitted) / len(report.emitted) - 1
             self._accept_length += (1 - ACCEPTANCE_MEMORY) * (accepted - self._accept_length)
@@ -169,6 +171,10 @@ class Service(Observer):
     def _may_shadow(self) -> bool:
         """Whether a shadow would speculate, and delay no shutdown."""
         return self._batcher.speculates and not self._is_draining
+
+    def _queue(self, ticket: Ticket) -> None:
+        self._batcher.submit(ticket)
+        self._arriving.remove(ticket)
 
     def _submit_shadow(self, request: Request) -> None:
         """Queue the second decoding of a request that has just ended; called within a step."""
