@@ -393,6 +393,33 @@ def test_standard_output_that_cannot_be_written_is_one_line(
             assert re.fullmatch("ygg.*: standard output cannot be written .*\n", err)
 
 
+@pytest.mark.parametrize("where", ("2>&-", "2> >(exit)", "2> /dev/full"))
+def test_messages_that_cannot_be_written_change_neither_text_nor_exit_code(
+    where: str, ygg_home: Path
+) -> None:
+    command = f"ygg generate {PROMPT} --pair tiny -n 8 --show-tree --stats"
+    code, text, _ = shell(command)
+    assert shell(f"{command} {where}") == (code, text, "")
+    assert code == 0
+    assert shell(f"ygg generate {PROMPT} --pair tiny -n 0 {where}") == (2, "", "")
+
+
+def test_standard_input_that_is_closed_is_empty(ygg_home: Path) -> None:
+    code, out, err = shell("ygg generate - --pair tiny <&-")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("ygg generate: the prompt is empty: .*\n", err)
+    code, out, _ = shell("ygg chat --pair tiny <&-")
+    assert (code, out) == (0, "")
+
+
+@pytest.mark.parametrize("command", ("generate -", "show tree -", "chat"))
+def test_standard_input_that_cannot_be_read_is_one_line(command: str, ygg_home: Path) -> None:
+    code, out, err = shell(f"ygg {command} --pair tiny 0> /dev/null")
+    assert (code, out) == (2, "")
+    assert re.search("ygg .*: standard input cannot be read .bad file descriptor.: .*\n$", err)
+    assert "Traceback" not in err
+
+
 def test_text_is_written_in_utf_8_whatever_the_locale(ygg_home: Path, capsys: Capture) -> None:
     text = generate(capsys, "--temperature", "2", "--seed", "5", "--ignore-eos")["text"]
     assert not text.isascii()
@@ -490,6 +517,8 @@ def test_a_prompt_that_is_missing_or_too_long_is_one_line(
     assert "a prompt is missing: ygg generate" in refused(capfd, "generate", "--pair", "tiny")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert "the prompt is empty" in refused(capfd, "generate", "-", "--pair", "tiny")
+    line = refused(capfd, "show", "tree", "", "--pair", "tiny")
+    assert line.endswith('the prompt is empty: ygg show tree "Once upon a time"\n')
     assert "shorter than the context of 256 tokens" in refused(
         capfd, "generate", "fox " * 400, "--pair", "tiny"
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yggdrasil.cli.heap import frozen_heap
+from yggdrasil.cli.prompt import unreadable_input
 from yggdrasil.cli.request import add_pair, add_request, load_chosen_pair, request_config
 from yggdrasil.cli.terminal import is_terminal, print_dim
 from yggdrasil.errors import ConfigError, UsageError, YggError
@@ -99,6 +100,8 @@ def _piped() -> Iterator[str]:
             yield line.removesuffix("\n")
     except UnicodeDecodeError as error:
         raise _not_text(error) from None
+    except OSError as error:
+        raise unreadable_input(error, "printf 'Hello!\\n' | ygg chat") from None
 
 
 def _not_text(error: UnicodeDecodeError) -> ConfigError:

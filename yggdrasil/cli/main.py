@@ -20,7 +20,7 @@ from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
 from yggdrasil.cli import verify as verify_command
-from yggdrasil.cli.output import guarded_output
+from yggdrasil.cli.output import guarded_messages, guarded_output
 from yggdrasil.cli.parser import Parser
 from yggdrasil.errors import ConfigError, RankLost, YggError
 from yggdrasil.ranks.launch import num_ranks, rank
@@ -77,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Under torchrun rank 0 runs the verb, and the other ranks follow it.
     """
+    with guarded_messages():
+        return _run_or_follow(arguments)
+
+
+def _run_or_follow(arguments: Sequence[str] | None) -> int:
     try:
         if num_ranks() == 1:
             return _run(arguments)

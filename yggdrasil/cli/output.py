@@ -1,4 +1,4 @@
-"""Standard output that may be closed, full or of another encoding."""
+"""Standard streams that may be closed, full or of another encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,23 @@ from typing import Any, TextIO
 
 from yggdrasil.errors import UsageError
 
-__all__ = ["guarded_output"]
+__all__ = ["guarded_messages", "guarded_output"]
+
+
+@contextlib.contextmanager
+def guarded_messages() -> Iterator[None]:
+    """A block that standard input and standard error cannot end.
+
+    A closed input is an empty one. Messages that cannot be written are dropped: the text goes on.
+    """
+    with contextlib.ExitStack() as opened:
+        # a new file takes the number of the closed one, which another file could get otherwise
+        if sys.stdin is None:
+            sys.stdin = opened.enter_context(open(os.devnull, encoding="utf-8"))
+            opened.callback(setattr, sys, "stdin", None)
+        stream = sys.stderr or opened.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        opened.enter_context(contextlib.redirect_stderr(_Dropped(stream)))
+        yield
 
 
 @contextlib.contextmanager
@@ -69,3 +85,19 @@ class _Guarded:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+class _Dropped(_Guarded):
+    """A stream that drops what cannot be written."""
+
+    def write(self, text: str) -> int:
+        with self._explained():
+            return self._stream.write(text)
+        return len(text)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._drop()

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     name = _pair_name(options)
     if options.what in DECODED:
         _sampling(options)  # refuses what cannot be sampled before the pair is loaded
-        options.prompt = prompt_of(options.prompt or [PROMPT])
+        options.prompt = prompt_of(options.prompt or [PROMPT], f"show {options.what}")
     pair = load_pair(name, dataset=options.predictor)
     show = {
         "pair": _show_pair,
