@@ -60,13 +60,17 @@ def read_texts(path: Path) -> list[str]:
         ConfigError: the file is missing, unreadable or without text.
     """
     try:
-        lines = path.read_text().splitlines()
+        content = path.read_text(
+            encoding="utf-8-sig"
+        )  # in every locale, with the mark of Windows or without
+        # a text may have other line ends, such as U+2028, within a line of JSON
+        lines = enumerate(content.split("\n"), start=1)
         texts = (
-            [json.loads(line)["text"] for line in lines if line.strip()]
+            [_text_of(line, number) for number, line in lines if line.strip()]
             if path.suffix == ".jsonl"
-            else "\n".join(lines).split("\n\n")
+            else content.split("\n\n")
         )
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             "calibration", str(path), 'a text file, or a .jsonl with a "text" in every line', str(error)
         ) from None
@@ -74,6 +78,19 @@ def read_texts(path: Path) -> list[str]:
     if not texts:
         raise ConfigError("calibration", str(path), "a file with at least one text")
     return texts
+
+
+def _text_of(line: str, number: int) -> str:
+    """The text of a line of JSON. Raises ValueError with the line's number if it has none."""
+    try:
+        payload = json.loads(line)
+        if not isinstance(payload, dict) or not isinstance(payload.get("text"), str):
+            raise ValueError('it has no "text" that is a string')
+        text: str = payload["text"]
+        text.encode()  # JSON can spell half a character
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number}: {error}") from None
+    return text
 
 
 def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> list[list[int]]:

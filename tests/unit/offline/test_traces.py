@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from bench.lib.one_by_one import collect_one_by_one
 from yggdrasil.config import GenerateConfig
+from yggdrasil.errors import ConfigError
 from yggdrasil.layout import INDEX
 from yggdrasil.models.packing import empty_meta
 from yggdrasil.offline import budget, tuning
@@ -25,7 +28,7 @@ from yggdrasil.offline.budget import (
     largest_within,
     seconds_of,
 )
-from yggdrasil.offline.traces import PASSAGES, PROMPT_LEN, Passage, beginnings, further_passages
+from yggdrasil.offline.traces import PASSAGES, PROMPT_LEN, Passage, beginnings, further_passages, read_texts
 from yggdrasil.offline.tuning import CALIBRATION_TEMPERATURES, calibrate, collect, train_depth
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.depth import DepthPredictor
@@ -258,3 +261,32 @@ def test_a_text_that_has_no_token_left_gives_no_passage(tiny: LoadedPair) -> Non
     assert {passage.text for passage in further_passages(texts, tiny.tokenizer)} == {0}, (
         "places are those of `beginnings`, which leaves out the first text"
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    (
+        b'{"text": 3}',
+        b'{"text": null}',
+        b'{"txt": "a"}',
+        b"[1]",
+        b"{",
+        b'{"text": "\\ud800"}',
+        b"[" * 10**5,
+    ),
+    ids=lambda line: repr(line[:20]),
+)
+def test_a_line_without_a_text_is_refused_by_its_number(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(b'{"text": "One day"}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError, match='calibration: .* a "text" in every line; line 3: '):
+        read_texts(path)
+
+
+def test_texts_may_have_any_line_end_and_the_mark_of_windows(tmp_path: Path) -> None:
+    texts = ["One\u2028day\x85", "The\x0csun\x1c", "Zoë"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "texts.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    assert read_texts(tmp_path / "texts.jsonl") == texts
+    (tmp_path / "texts.txt").write_bytes("\r\n\r\n".join(texts).encode("utf-8-sig"))
+    assert read_texts(tmp_path / "texts.txt") == texts
