@@ -278,13 +278,14 @@ def load_pair(
     for what, value in (("name", name), ("dataset", dataset)):
         if value is not None and not isinstance(value, str):
             raise ConfigError(what, value, "a text")
-    if name is not None and (target or draft):
+    if name is not None and (target is not None or draft is not None):
         raise UsageError("a name cannot be combined with target and draft", f"load_pair({name!r})")
     if target is None and draft is not None:
         raise UsageError("the target is missing", "load_pair(target=..., draft=...)")
     given = tuple(str(model) for model in (target, draft) if model is not None)
     models = given or None
-    found = compiled.load_pair(compiled_name(name or BUNDLED, models), dataset=dataset)
+    name = BUNDLED if name is None else name
+    found = compiled.load_pair(compiled_name(name, models), dataset=dataset)
     return Pair(**{each.name: getattr(found, each.name) for each in fields(found) if each.init})
 
 

@@ -343,7 +343,7 @@ def read_bundle(name: str) -> Bundle:
         ArtifactError: the pair is unknown, or its bundle.json is corrupt or of another format.
     """
     current = artifacts.compile_cache() / name / "current.json"
-    hint = f"ygg compile TARGET DRAFT --name {name}" if name != BUNDLED else "ygg compile"
+    hint = f"ygg compile TARGET DRAFT --name {name or 'NAME'}" if name != BUNDLED else "ygg compile"
     if not is_compiled(name):
         known = ", ".join(known_pairs()) or "none yet"
         raise ArtifactError(current.parent, f"no compiled pair named {name!r} (known: {known})", hint)

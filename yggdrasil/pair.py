@@ -173,7 +173,7 @@ def load_pair(name: str = BUNDLED, *, dataset: str | None = None) -> LoadedPair:
     Cost: imports, then milliseconds: weights are mapped, graphs are shared libraries.
     """
     bundle = load_bundle(name)
-    dataset = dataset or bundle.dataset
+    dataset = bundle.dataset if dataset is None else dataset
     measured = load_measurements(bundle, dataset)
     depth, plan = load_decisions(bundle, dataset)
     tokenizer = Tokenizer(bundle.tokenizer_path, bundle.command)
@@ -227,7 +227,7 @@ def load_decisions(bundle: Bundle, dataset: str) -> tuple[TrainedDepth, PlanChoi
 def _calibration_command(bundle: Bundle, dataset: str) -> str:
     if dataset == bundle.dataset:
         return bundle.command
-    return compile_command(bundle.name, bundle.models, bundle.config, f"{dataset}.txt")
+    return compile_command(bundle.name, bundle.models, bundle.config, f"{dataset or 'TEXT'}.txt")
 
 
 def _trained_depth(folder: Path, payload: dict[str, Any]) -> TrainedDepth:

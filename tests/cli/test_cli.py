@@ -532,6 +532,30 @@ def test_an_unknown_pair_names_the_known_ones(arguments: tuple[str, ...], capfd:
     assert "ygg compile TARGET DRAFT --name nobody" in line
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", PROMPT, "--pair", ""), "no compiled pair named '' .*--name NAME`"),
+        (
+            ("generate", PROMPT, "--pair", "tiny", "--predictor", ""),
+            "no predictor named '' .known: stories",
+        ),
+        (("generate", PROMPT, "--target", ""), "model: '' is not allowed; it must be a folder"),
+        (("generate", PROMPT, "--target", "a", "--draft", ""), "model: '' is not allowed"),
+        (("show", "pair", ""), "no compiled pair named ''"),
+        (("verify", ""), "no compiled pair named ''"),
+        (("compile", ""), "model: '' is not allowed"),
+        (("compile", "a", "b", "--name", ""), "--name: '' is not allowed"),
+    ],
+    ids=str,
+)
+def test_an_empty_name_is_refused_and_not_the_default(
+    arguments: tuple[str, ...], complaint: str, ygg_home: Path, capfd: Capture
+) -> None:
+    """A script passes one if its variable is not set."""
+    assert re.search(complaint, refused(capfd, *arguments))
+
+
 @pytest.mark.parametrize("what", ("pair", "profile", "plan", "predictor"))
 def test_the_word_after_what_needs_no_prompt_is_the_pair(what: str, capfd: Capture) -> None:
     assert "no compiled pair named 'nobody'" in refused(capfd, "show", what, "nobody")
@@ -629,16 +653,16 @@ def test_compile_refuses_a_wrong_folder_a_missing_tokenizer_and_another_vocabula
 
 
 @pytest.mark.parametrize(
-    "name", ("", ".", "..", "-x", "_x", ".hidden", "a b", "a/b", "kernels", "tinystories", "a" * 101)
+    "name", (None, "", ".", "..", "-x", "_x", ".hidden", "a b", "a/b", "kernels", "tinystories", "a" * 101)
 )
 def test_a_name_that_is_no_folder_of_its_own_is_refused_with_the_command(
-    name: str, capfd: Capture, tmp_path: Path
+    name: str | None, capfd: Capture, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"  # where no name is given it is the folder's
     folder.mkdir()
-    arguments = [f"--name={name}"] if name else []
+    arguments = [] if name is None else [f"--name={name}"]
     line = refused(capfd, "compile", str(folder), "draft", *arguments)
-    assert f"name: {name or 'kernels'!r} is not allowed" in line
+    assert f"name: {'kernels' if name is None else name!r} is not allowed" in line
     assert line.endswith(f"; ygg compile {folder} draft --name NAME\n")
 
 

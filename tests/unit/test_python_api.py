@@ -345,8 +345,16 @@ def test_a_pair_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         load_pair(bad)
     with pytest.raises(ConfigError, match="dataset: 5 is not allowed; it must be a text"):
         load_pair("tiny", dataset=bad)
-    with pytest.raises(ArtifactError, match="no compiled pair named 'unknown'"):
-        load_pair("unknown")
+    for name in ("unknown", ""):
+        with pytest.raises(ArtifactError, match=f"no compiled pair named '{name}'"):
+            load_pair(name)
+    with pytest.raises(ArtifactError, match="no predictor named ''"):
+        load_pair("tiny", dataset="")
+    with pytest.raises(UsageError, match="cannot be combined"):
+        load_pair("tiny", target="")
+    for target in ("", "a\0b", "\ud800"):
+        with pytest.raises(ConfigError, match="model: .* is not allowed; it must be a folder"):
+            load_pair(target=target)
     with pytest.raises(YggError, match="there is no such folder"):
         load_pair(target=str(tmp_path / "none"), draft=str(tmp_path / "none"))
 

@@ -171,7 +171,8 @@ def _models_and_name(options: argparse.Namespace, rounded: str) -> tuple[str, st
             raise UsageError(problem, f"ygg compile TARGET DRAFT --name {options.name}")
         target, draft, name = _bundled_pair()
         return target, draft, f"{name}{rounded}"
-    name = options.name or f"{Path(resolved(options.target)).name}{rounded}"
+    own_name = f"{Path(resolved(options.target)).name}{rounded}"
+    name = own_name if options.name is None else options.name
     _check_name(name, [model for model in (options.target, options.draft) if model is not None])
     return options.target, options.draft, name
 
@@ -223,7 +224,8 @@ def pair_name(
     from yggdrasil.offline.on_demand import compiled_name
 
     models = [model for model in (options.target, draft) if model is not None] or None
-    return compiled_name(options.pair or BUNDLED, models, check=check, num_workers=options.threads)
+    name = BUNDLED if options.pair is None else options.pair
+    return compiled_name(name, models, check=check, num_workers=options.threads)
 
 
 def _report(bundle: Bundle, seconds: float) -> None:

@@ -38,5 +38,5 @@ def run(options: argparse.Namespace) -> None:
     from yggdrasil.bundle import BUNDLED
     from yggdrasil.inventory import verified_files
 
-    for path in verified_files(options.name or BUNDLED):
+    for path in verified_files(BUNDLED if options.name is None else options.name):
         print(f"whole  {path.stat().st_size / 1e6:9.1f} MB  {path}")

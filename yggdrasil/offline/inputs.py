@@ -126,8 +126,10 @@ def resolved(model: str) -> str:
     """Absolute path of a local folder or GGUF file; a hub id stays as it is.
 
     Raises:
-        ConfigError: no path can be that long.
+        ConfigError: it is empty, or no path can be that long.
     """
+    if not model:  # the path of the working folder
+        raise ConfigError("model", model, "a folder, a GGUF file, or the id of a model on the hub")
     try:
         is_here = Path(model).is_dir() or is_gguf(model)
     except OSError as error:

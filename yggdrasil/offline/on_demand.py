@@ -71,5 +71,6 @@ def _name_of(models: Sequence[str]) -> str:
     """A name that `ygg compile --name` accepts, since error messages suggest that command."""
     from yggdrasil.offline.inputs import resolved
 
-    name = f"{Path(models[0]).resolve().name}-{digest(*map(resolved, models))}"
+    paths = [resolved(model) for model in models]
+    name = f"{Path(paths[0]).name}-{digest(*paths)}"
     return re.sub(r"[^\w.-]", "-", name).lstrip("._-")

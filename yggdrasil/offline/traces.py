@@ -60,9 +60,7 @@ def read_texts(path: Path) -> list[str]:
         ConfigError: the file is missing, unreadable or without text.
     """
     try:
-        content = path.read_text(
-            encoding="utf-8-sig"
-        )  # in every locale, with the mark of Windows or without
+        content = path.read_text(encoding="utf-8-sig")  # with the mark of Windows or without
         # a text may have other line ends, such as U+2028, within a line of JSON
         lines = enumerate(content.split("\n"), start=1)
         texts = (
