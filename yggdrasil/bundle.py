@@ -51,6 +51,7 @@ __all__ = [
     "bundled_models",
     "check_current",
     "compile_command",
+    "first_command",
     "graph_sources",
     "is_compiled",
     "known_pairs",
@@ -223,7 +224,7 @@ class Bundle:
     def datasets(self) -> list[str]:
         """Names of all texts that this pair has been calibrated on, sorted."""
         folder = artifacts.predictors() / self.name
-        return sorted(path.parent.name for path in folder.glob("*/acceptance.json"))
+        return [path.parent.name for path in artifacts.entries(folder, "*/acceptance.json")]
 
     def predictor_folder(self, dataset: str) -> Path:
         """Folder of the acceptance and the depth predictor from one calibration text."""
@@ -319,9 +320,14 @@ def torchrun_command(ranks: int) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(ranks), "-m", "yggdrasil"]
 
 
+def first_command(name: str) -> str:
+    """Command that compiles a pair of which only the name is known."""
+    return "ygg compile" if name == BUNDLED else f"ygg compile TARGET DRAFT --name {name or 'NAME'}"
+
+
 def known_pairs() -> Sequence[str]:
     """Names of the pairs that were compiled to the end, sorted."""
-    return sorted(path.parent.name for path in artifacts.compile_cache().glob("*/current.json"))
+    return [path.parent.name for path in artifacts.entries(artifacts.compile_cache(), "*/current.json")]
 
 
 def is_compiled(name: str) -> bool:
@@ -343,7 +349,7 @@ def read_bundle(name: str) -> Bundle:
         ArtifactError: the pair is unknown, or its bundle.json is corrupt or of another format.
     """
     current = artifacts.compile_cache() / name / "current.json"
-    hint = f"ygg compile TARGET DRAFT --name {name or 'NAME'}" if name != BUNDLED else "ygg compile"
+    hint = first_command(name)
     if not is_compiled(name):
         known = ", ".join(known_pairs()) or "none yet"
         raise ArtifactError(current.parent, f"no compiled pair named {name!r} (known: {known})", hint)

@@ -183,7 +183,11 @@ def _existing(path: Path) -> Path:
 def _pairs() -> Iterator[Finding]:
     from yggdrasil.inventory import stored_pairs
 
-    pairs = list(stored_pairs())
+    try:
+        pairs = list(stored_pairs())
+    except YggError as error:
+        yield Finding("fail", "pair", "they cannot be listed", str(error))
+        return
     for pair in pairs:
         if pair.problem is None:
             yield Finding("ok", "pair", f"{pair.name}, {pair.num_bytes / 1e6:.0f} MB")

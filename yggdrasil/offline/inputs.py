@@ -291,7 +291,7 @@ def source_files(models: Sequence[str], name: str, tick: Callable[[], None]) -> 
 
 def _known_sources(name: str) -> list[KnownFile]:
     known = []
-    for path in (artifacts.compile_cache() / name).glob("*/bundle.json"):
+    for path in artifacts.entries(artifacts.compile_cache() / name, "*/bundle.json"):
         with suppress(ArtifactError, *MALFORMED):
             known += [KnownFile(**source) for source in artifacts.load_json(path, "")["sources"]]
     return known

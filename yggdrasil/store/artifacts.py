@@ -37,6 +37,7 @@ __all__ = [
     "cpu_flags",
     "digest",
     "digest_file",
+    "entries",
     "load_json",
     "machine_name",
     "one_at_a_time",
@@ -125,10 +126,29 @@ def pair_folders(name: str) -> list[Path]:
     return [store / name for store in (compile_cache(), profiles(), predictors())]
 
 
+def entries(folder: Path, pattern: str) -> list[Path]:
+    """Paths below a folder of the store that match a pattern, sorted; none if the folder is missing.
+
+    Raises:
+        ArtifactError: the folder cannot be read.
+    """
+    try:
+        os.listdir(folder)  # `glob` itself raises or finds nothing, as the version of Python is
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise unreadable(folder, error, "ygg doctor") from None
+    return sorted(folder.glob(pattern))
+
+
 def pair_names() -> list[str]:
-    """Names of all pairs in the store, also of those not compiled to the end."""
+    """Names of all pairs in the store, also of those not compiled to the end.
+
+    Raises:
+        ArtifactError: a folder of the store cannot be read.
+    """
     stores = (compile_cache(), profiles(), predictors())
-    folders = [path for store in stores for path in store.glob("[!.]*") if os.path.isdir(path)]
+    folders = [path for store in stores for path in entries(store, "[!.]*") if os.path.isdir(path)]
     return sorted({path.name for path in folders} - {OPERATORS})
 
 
@@ -223,9 +243,9 @@ def unreadable(path: Path, error: OSError, command: str) -> ArtifactError:
     if isinstance(error, FileNotFoundError):
         return ArtifactError(path, "missing", command)
     if isinstance(error, PermissionError):
-        return ArtifactError(
-            path, "cannot be read (permission denied)", f"chmod a+rX {shlex.quote(str(path))}"
-        )
+        closed = (each for each in reversed(path.parents) if each.is_dir() and not os.access(each, os.X_OK))
+        command = f"chmod a+rX {shlex.quote(str(next(closed, path)))}"
+        return ArtifactError(path, "cannot be read (permission denied)", command)
     if isinstance(error, (IsADirectoryError, NotADirectoryError)):
         return ArtifactError(path, "corrupt (it is not a file)", command)
     return ArtifactError(path, f"cannot be read ({os.strerror(error.errno or 0).lower()})", command)

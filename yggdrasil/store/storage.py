@@ -75,9 +75,12 @@ def put(temporary: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content."""
+    """Remove a file, a link, or a folder with its content. An error has the whole path."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # about an entry, without its folder
+            raise OSError(error.errno, error.strerror, str(path)) from None
     else:
         path.unlink()
 

@@ -19,6 +19,7 @@ from yggdrasil.store.artifacts import (
     check_fingerprint,
     digest,
     digest_file,
+    entries,
     load_json,
     save_json,
     unreadable,
@@ -100,6 +101,26 @@ def test_what_cannot_be_read_is_not_called_missing() -> None:
     assert str(unreadable(Path("/store/a b"), error, "ygg compile")).endswith(
         "cannot be read (permission denied); run `chmod a+rX '/store/a b'`"
     )
+
+
+def test_a_folder_that_cannot_be_entered_is_named_and_is_not_called_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "closed" / "store"
+    (store / "a").mkdir(parents=True)
+    assert entries(store, "*") == [store / "a"]
+    assert entries(store / "missing", "*") == entries(tmp_path / "nobody" / "store", "*") == []
+
+    def closed(folder: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr("os.listdir", closed)
+    with pytest.raises(ArtifactError, match=f"store: cannot be read .*run `chmod a.rX {store}`"):
+        entries(store, "*")
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: path != store.parent and access(path, mode))
+    with pytest.raises(ArtifactError, match=f"store: cannot be read .*run `chmod a.rX {store.parent}`"):
+        entries(store, "*")
 
 
 def test_fingerprint_names_the_first_field_that_differs() -> None:

@@ -17,6 +17,7 @@ from yggdrasil.store import artifacts
 from yggdrasil.store.storage import (
     make_folder,
     put,
+    remove,
     scratch_for_graphs,
     store_errors,
     sweep,
@@ -62,6 +63,21 @@ def test_a_file_takes_the_place_of_a_folder_and_a_folder_that_of_a_file(tmp_path
     assert (tmp_path / "taken").is_file()
     put(tmp_path / "folder", tmp_path / "taken")
     assert (tmp_path / "taken").is_dir()
+
+
+def test_a_folder_that_cannot_be_removed_is_a_problem_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "current.json")  # as `rmtree` does
+
+    monkeypatch.setattr("shutil.rmtree", closed)
+    (tmp_path / "pair").mkdir()
+    with (
+        pytest.raises(StoreError, match=f"{tmp_path / 'pair'}: cannot be written .permission denied."),
+        store_errors(tmp_path),
+    ):
+        remove(tmp_path / "pair")
 
 
 def test_temporaries_of_ended_processes_are_removed_and_others_stay(tmp_path: Path) -> None:
