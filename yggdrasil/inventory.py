@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from yggdrasil.bundle import Bundle, check_current, is_compiled, read_bundle
+from yggdrasil.bundle import Bundle, check_current, first_command, is_compiled, read_bundle
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels import check_kernels, library_path
 from yggdrasil.pair import load_decisions, load_measurements
@@ -42,9 +42,7 @@ def stored_pairs() -> Iterator[StoredPair]:
         weights: tuple[str, ...] = ()
         try:
             if not is_compiled(name):
-                raise ArtifactError(
-                    name, "not compiled to the end", f"ygg compile TARGET DRAFT --name {name}"
-                )
+                raise ArtifactError(name, "not compiled to the end", first_command(name))
             bundle = read_bundle(name)
             models = bundle.named_models
             weights = (bundle.config.weights, bundle.config.draft_weights)

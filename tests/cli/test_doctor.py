@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from yggdrasil.bundle import Bundle
+from yggdrasil.bundle import BUNDLED, Bundle
 from yggdrasil.cli import doctor, main
 from yggdrasil.cli.doctor import Finding
 from yggdrasil.offline import forecast
@@ -65,6 +65,24 @@ def test_a_store_that_others_can_write_is_in_the_way(
     assert f"chmod go-w {tmp_path}" in finding.fix
 
 
+def test_a_store_that_cannot_be_read_is_in_the_way_and_the_rest_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+
+    def closed(folder: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.listdir", closed)
+        finding = found("pair")
+        assert (finding.state, finding.value) == ("fail", "they cannot be listed")
+        assert f"run `chmod a+rX {tmp_path / 'compile_cache'}`" in finding.fix
+        assert found("packages")
+        assert main(["list"]) == 2
+    assert "cannot be read (permission denied)" in capsys.readouterr().err
+
+
 def test_a_store_in_which_no_folder_can_be_made_is_in_the_way(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -98,6 +116,14 @@ def test_a_pair_that_cannot_be_used_is_in_the_way(copied: Path) -> None:
     assert finding.state == "fail"
     assert finding.value == "tiny: not compiled to the end; run `ygg compile TARGET DRAFT --name tiny`"
     assert "ygg rm tiny" in finding.fix
+
+
+def test_the_bundled_pair_that_was_interrupted_has_a_command_that_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YGG_HOME", str(tmp_path))
+    (tmp_path / "compile_cache" / BUNDLED).mkdir(parents=True)
+    assert found("pair").value == f"{BUNDLED}: not compiled to the end; run `ygg compile`"
 
 
 def test_an_empty_store_names_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
