@@ -155,6 +155,8 @@ def test_help_lists_every_command(chat: Chat, capsys: Capture) -> None:
         ("/", "there is no command /; did you mean: /help"),
         ("/save", "/save takes a file: /save FILE"),
         ("/save /nowhere/at/all", "cannot be written (No such file or directory)"),
+        ("/save ~nobody-here/a", "~nobody-here/a cannot be written (Could not determine home directory.)"),
+        ("/save a\0b", "cannot be written (embedded null byte)"),
         ("/reset now", "/reset takes nothing: /reset"),
         ("/tree", "there is no answer yet"),
         ("x " * 400, "and the context holds 256; begin a new one: /reset"),

@@ -16,7 +16,7 @@ from yggdrasil.cli.heap import frozen_heap
 from yggdrasil.cli.prompt import unreadable_input
 from yggdrasil.cli.request import add_pair, add_request, load_chosen_pair, request_config
 from yggdrasil.cli.terminal import is_terminal, print_dim
-from yggdrasil.errors import ConfigError, UsageError, YggError
+from yggdrasil.errors import ConfigError, UsageError, YggError, first_line
 
 if TYPE_CHECKING:
     from yggdrasil.api import Pair
@@ -229,8 +229,9 @@ class Chat:
         text = json.dumps(self.messages, ensure_ascii=False, indent=1)
         try:
             Path(file).expanduser().write_text(f"{text}\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written ({error.strerror})", "/save FILE") from None
+        except (OSError, RuntimeError, ValueError) as error:  # of a user without a home, of a name
+            reason = getattr(error, "strerror", None) or first_line(error)
+            raise UsageError(f"{file} cannot be written ({reason})", "/save FILE") from None
         print(f"{len(self.messages)} messages in {file}")
 
     def help(self, _: str = "") -> None:
