@@ -1110,7 +1110,7 @@ def test_every_phase_advances_and_never_past_its_total(
 
 @pytest.mark.parametrize("budget", ("0", "-5", "nan"))
 def test_a_calibration_without_a_budget_is_refused_before_it_begins(budget: str, capfd: Capture) -> None:
-    assert f"calibration_budget_s: {float(budget)}" in refused(
+    assert f"--calibration-budget: {float(budget)}" in refused(
         capfd, "compile", "--calibration-budget", budget
     )
 

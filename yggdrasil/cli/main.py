@@ -41,7 +41,8 @@ several GPUs (each has a shard of the target, the first also the draft):
   torchrun --nproc-per-node 2 -m yggdrasil generate --pair mine "Hello"
 """
 SHARED = ("compile", "generate", "show")
-OTHER_NAMES = {"json": "json_schema"}  # of fields: --json is the form of the output
+# of fields: --json is the form of the output
+OTHER_NAMES = {"json": "json_schema", "calibration_budget_s": "calibration_budget"}
 VERBS = (
     compile_command,
     generate_command,
