@@ -495,6 +495,7 @@ def refused(capture: Capture, *arguments: str) -> str:
         (("--stop", ""), "--stop: "),
         (("--stop", "\udcff"), "--stop: .*text in UTF-8"),
         (("--ban", "\udcff"), "--ban: .*text in UTF-8"),
+        (("--ban", ""), "--ban: '' is not allowed; it must be a text that is not empty"),
         (("--regex", "\udcff"), "--regex: "),
         (("--choice", "\udcff"), "--choice: "),
         (("--min-tokens", "9" * 30), "--min-tokens: 9"),

@@ -625,6 +625,7 @@ def test_an_answer_ends_before_the_user_s_turn_if_the_model_has_no_template(path
         ({"top_k": -2}, "top_k"),
         ({"min_tokens": -4}, "min_tokens"),
         ({"bad_words": [5]}, "bad_words"),
+        ({"bad_words": ["a", ""]}, "bad_words"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size"),
         ({"length_penalty": 0.5}, "length_penalty"),
         ({"skip_special_tokens": False}, "skip_special_tokens"),

@@ -222,6 +222,8 @@ def test_a_template_of_the_model_decides_itself_where_its_answer_ends(tiny_bundl
         (lambda pair: pair.generate(PROMPT, stop=5), "stop: 5 is not allowed; it must be a text or a list"),
         (lambda pair: pair.generate(PROMPT, ban=5), "ban: 5 is not allowed; it must be a text or a list"),
         (lambda pair: pair.generate(PROMPT, ban=["\udc80"]), "in UTF-8"),
+        (lambda pair: pair.generate(PROMPT, ban=""), "ban: '' is not allowed; it must be a text that is"),
+        (lambda pair: pair.generate(PROMPT, ban=["a", ""]), "ban: '' is not allowed"),
         (lambda pair: pair.generate(PROMPT, stop_tokens=5), "stop_tokens: 5 is not allowed"),
         (lambda pair: pair.generate(PROMPT, logit_bias=[1]), "logit_bias: [1] is not allowed"),
         (lambda pair: pair.generate(PROMPT, logit_bias={1: "x"}), "a number for every token id"),

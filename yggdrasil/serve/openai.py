@@ -217,6 +217,8 @@ class WireRequest(Strict):
     ) -> SamplingConfig:
         """How tokens are taken, without the seed."""
         for text in self.bad_words:
+            if not text:
+                raise ApiError(400, "bad_words: a text is empty", param="bad_words")
             _check_short(text, "bad_words")
         options = {name: getattr(self, name) for name in OPTIONS}
         options["logit_bias"] = {_token_of(key): value for key, value in self.logit_bias.items()}

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from yggdrasil.errors import ArtifactError
+from yggdrasil.errors import ArtifactError, ConfigError
 
 __all__ = ["TextStream", "Tokenizer", "keep_whole_"]
 
@@ -66,7 +66,13 @@ class Tokenizer:
         return ids
 
     def spellings(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token sequences that spell texts, at the beginning of a line and after a blank."""
+        """The token sequences that spell texts, at the beginning of a line and after a blank.
+
+        Raises:
+            ConfigError: a text is empty, whose spelling after a blank would be the blank.
+        """
+        if not all(texts):
+            raise ConfigError("ban", "", "a text that is not empty")
         found = [
             self.encode(prefix + text.lstrip(" "), special_tokens=False)
             for text in texts
