@@ -120,7 +120,8 @@ def generate(
     settings = _settings(pair, generation_config, arguments)
     ends = _ends(pair, _listed(settings.eos_token_id))
     pad = _listed(settings.pad_token_id)
-    prompts = _prompts(input_ids, attention_mask, None if pad in ends else pad)
+    rows = _prompts(input_ids, attention_mask, None if pad in ends else pad)
+    prompts = [pair.tokens(row) for row in rows]
     seeds = _seeds(seed, len(prompts), is_sampled=bool(settings.do_sample))
     options = {**_options(settings, input_ids.shape[1]), "stop_tokens": ends, "ignore_eos": True}
     configs = [GenerateConfig.of({**options, "seed": each}) for each in seeds]

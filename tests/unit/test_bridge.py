@@ -189,6 +189,7 @@ IDS = torch.tensor([[5, 6, 7]])
         ({"input_ids": [[1, 2]]}, "input_ids: [[1, 2]] is not allowed; it must be a tensor"),
         ({"input_ids": IDS.float()}, "a tensor of token ids"),
         ({"input_ids": IDS + 10**6}, "made of token ids from 0 to"),
+        ({"input_ids": torch.tensor([[5, -100]])}, "prompt: -100 is not allowed; it must be made of token"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "0 at padding on the left and 1 after it"),
         ({"attention_mask": torch.tensor([[1, 1]])}, "attention_mask: [[1, 1]] is not allowed"),
         ({"pad_token_id": 6}, "attention_mask: None is not allowed; it must be given"),
