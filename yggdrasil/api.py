@@ -163,8 +163,10 @@ class Pair(compiled.LoadedPair):
             sampling: How tokens are taken; by default with the model's own settings, as in `generate`.
 
         Raises:
-            ConfigError: a prompt that does not fit, or a grammar.
+            ConfigError: a prompt that does not fit, a grammar, or a `sampling` of another type.
         """
+        if not isinstance(sampling, SamplingConfig | None):
+            raise ConfigError("sampling", sampling, "a yggdrasil.SamplingConfig")
         sampling = sampling or self.config().sampling
         calibration = self.acceptance.nearest(sampling.temperature).calibration
         return self.engine.tree(self.tokens(prompt), sampling, calibration)

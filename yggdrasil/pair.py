@@ -118,8 +118,10 @@ class LoadedPair:
 
         Raises:
             ConfigError: the shape is wider or deeper than the pair was compiled for, or needs the draft
-                where there is none.
+                where there is none; there is no such rule.
         """
+        if depth not in (None, *get_args(DepthRule)):
+            raise ConfigError("depth", depth, f"one of {', '.join(get_args(DepthRule))}")
         if shape is not None:
             config = self.bundle.config
             shape.check_compiled(num_candidates=config.num_candidates, max_depth=config.max_depth)

@@ -270,6 +270,8 @@ def test_a_template_of_the_model_decides_itself_where_its_answer_ends(tiny_bundl
         (lambda pair: pair.generate([PROMPT, "x" * 4000]), "shorter than the context"),
         (lambda pair: pair.generate([PROMPT], shape=Shape(1, 2)), "shape: 'W=1 D=2 K=auto'"),
         (lambda pair: pair.generate(PROMPT, shape=Shape(1, 99)), "depth: 99"),
+        (lambda pair: pair.tree(PROMPT, {"temperature": 1}), "it must be a yggdrasil.SamplingConfig"),
+        (lambda pair: pair.policy(depth="deep"), "depth: 'deep' is not allowed; it must be one of fixed"),
         (lambda pair: pair.chat([{"role": "user"}]), "a list of messages"),
         (lambda pair: pair.chat([]), "a list of messages"),
         (lambda pair: pair.chat(5), "messages: 5 is not allowed; it must be a text, or a list of messages"),
