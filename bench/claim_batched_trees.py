@@ -32,6 +32,7 @@ from yggdrasil.policy.gamma.protocol import BatchPolicy
 from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy
 from yggdrasil.policy.trees import Trees
 from yggdrasil.serve.batcher import Batcher
+from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.load import load_batcher, policy_parts
 from yggdrasil.serve.request import Event, Request
 
@@ -74,10 +75,15 @@ class Run:
 
 
 def served(
-    batcher: Batcher, policy: BatchPolicy, prompts: Sequence[list[int]], config: GenerateConfig
+    batcher: Batcher,
+    policy: BatchPolicy,
+    cohorts: Cohorts,
+    prompts: Sequence[list[int]],
+    config: GenerateConfig,
 ) -> Run:
-    """Decode the prompts as one batch."""
+    """Decode the prompts as one batch, with what this arm has learnt so far."""
     batcher.policy = policy
+    batcher.cohorts = cohorts
     batcher.pool.flush_()
     texts: list[list[int]] = [[] for _ in prompts]
 
@@ -122,7 +128,7 @@ def measure_size(
 ) -> dict[str, Any]:
     """All arms in turns on batches of one size."""
     arms: dict[str, Callable[..., Run]] = {
-        name: partial(served, batcher, policy) for name, policy in new_policies(parts).items()
+        name: partial(served, batcher, policy, Cohorts()) for name, policy in new_policies(parts).items()
     }
     if size == 1:
         arms[ALONE] = partial(alone, pair)

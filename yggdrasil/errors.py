@@ -21,6 +21,7 @@ The command line prints the message on one line and exits with 2.
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable
 
@@ -150,7 +151,7 @@ class QueueFull(YggError):
     def __init__(self, waiting: int, retry_after_s: float) -> None:
         super().__init__(
             f"{waiting} requests are waiting already, no more are queued; "
-            f"try again in {retry_after_s:.0f} s, or serve with a larger --max-queue"
+            f"try again in {math.ceil(retry_after_s)} s, or serve with a larger --max-queue"
         )
         self.retry_after_s = retry_after_s
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +209,30 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch: pytest.Monke
     hub._hub_answers.cache_clear()
     assert time.perf_counter() - start < 3  # with retries half a minute
     assert os.environ["HF_HUB_OFFLINE"] == "1"  # for the processes that build graphs
+
+
+@pytest.mark.parametrize("proxy", ("http://127.0.0.1:abc", "127.0.0.1:9", "http://127.0.0.1:99999"))
+def test_a_proxy_that_does_not_answer_is_a_hub_that_does_not(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", lambda: {"https": proxy})
+    hub._hub_answers.cache_clear()
+    assert not hub._hub_answers()
+    hub._hub_answers.cache_clear()
+
+
+def test_a_proxy_may_leave_out_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub, "getproxies", lambda: {"https": f"127.0.0.1:{proxy.getsockname()[1]}"})
+        hub._hub_answers.cache_clear()
+        assert hub._hub_answers()
+    hub._hub_answers.cache_clear()
 
 
 def test_different_vocabularies_name_both_sizes_and_write_nothing(

@@ -50,11 +50,12 @@ def _hub_answers() -> bool:
         return False
     endpoint = urlsplit(constants.ENDPOINT)
     proxies = getproxies()
-    url = urlsplit(proxies.get(endpoint.scheme) or proxies.get("all") or constants.ENDPOINT)
-    port = url.port or (80 if url.scheme == "http" else 443)
+    address = proxies.get(endpoint.scheme) or proxies.get("all") or constants.ENDPOINT
+    url = urlsplit(address if "://" in address else f"http://{address}")  # a proxy may be HOST:PORT
     try:
+        port = url.port or (80 if url.scheme == "http" else 443)
         socket.create_connection((url.hostname, port), CONNECT_SECONDS).close()
-    except OSError:
+    except (OSError, ValueError):  # no answer; a port that is no number
         return False
     return True
 

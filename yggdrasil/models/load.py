@@ -37,6 +37,9 @@ __all__ = [
     "stored_format",
 ]
 
+PICKLED = (AttributeError, EOFError, IndexError, KeyError, TypeError, UnpicklingError)  # of a damaged .bin
+LOADING = (OSError, ValueError, RuntimeError, SafetensorError, *PICKLED)
+
 
 def load_config(name: str) -> Any:
     """The transformers configuration of a model, after the checks of support.py.
@@ -110,7 +113,7 @@ def load_model(name: str, *, dtype: torch.dtype) -> Any:
         # transformers only warns about missing tensors; _check_whole makes an error of them
         with _only_errors():
             model, found = _loaded(name, config, dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except LOADING as error:
         raise ConfigError("model", name, "a causal LM that transformers loads", first_line(error)) from None
     _check_whole(name, model, found)
     if is_gguf(name):

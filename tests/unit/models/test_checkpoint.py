@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 import sys
@@ -95,6 +96,14 @@ def test_a_pickle_that_ends_early_is_named(folder: Path) -> None:
     path = folder / "pytorch_model.bin"
     path.write_bytes(path.read_bytes()[:-100])
     assert "pytorch_model.bin: cut off" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", (b"abc", b"", pickle.dumps([1, 2])))
+def test_what_is_no_pickle_of_weights_is_an_error_of_one_line(folder: Path, content: bytes) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match="a causal LM that transformers loads"):
+        load_model(str(folder), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("header", (b"[]", b"{", b'{"a": 1}', b'{"a": {"shape": [1]}}', b"\xff" * 9))
