@@ -102,11 +102,10 @@ def test_rows_graft_as_far_as_pages_and_requests_allow() -> None:
 
 def test_rows_that_compete_are_expected_to_gain_more_than_rows_that_share_alike() -> None:
     """Half of the chains are accepted for certain: 8 rows fill the graph of 16 tokens with those alone."""
-    flat = tuple(
-        tuple(1.0 + 0.3 * min(k, depth) for k in range(depth + 1)) for depth in range(1, DEPTH + 1)
-    )
-    alike = Acceptance((-4.0, 0.0), (0.0, 0.9), {1: flat, 4: TREE})
-    pooled = tuple(tuple(0.25 * min(j, 2 * depth) for j in range(4 * depth + 1)) for depth in (1, 2, 3, 4))
+    depths = range(1, DEPTH + 1)
+    flat = tuple(tuple(1.0 + 0.3 * min(k, depth) for k in range(depth + 1)) for depth in depths)
+    alike = Acceptance((-4.0, 0.0), (0.0, 0.9), {1: flat})
+    pooled = tuple(tuple(0.25 * min(j, 2 * depth) for j in range(4 * depth + 1)) for depth in depths)
     steep = replace(LATENCY, verify=Curve((0,), (2, 8, 16, 64), ((10.0, 10.0, 16.0, 80.0),)))
     competing = replace(alike, pooled=pooled)
     load = load_of(8)
