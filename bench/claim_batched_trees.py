@@ -13,6 +13,7 @@ their time outside the graphs."""
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.gamma.protocol import BatchPolicy
 from yggdrasil.policy.gamma.registry import PolicyParts, batch_policy
 from yggdrasil.policy.trees import Trees
+from yggdrasil.report import run as command
 from yggdrasil.serve.batcher import Batcher
 from yggdrasil.serve.cohorts import Cohorts
 from yggdrasil.serve.load import load_batcher, policy_parts
@@ -38,6 +40,7 @@ from yggdrasil.serve.request import Event, Request
 
 SIZES = (1, 2, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
+MORE_TURNS = 3  # times `--prompts` with one request: a single text decodes at very uneven speed
 TREES = "trees"
 CHAINS = "the same policy, W = 1"
 NIGHTJAR = "nightjar"
@@ -106,16 +109,15 @@ def served(
 
 
 def alone(pair: LoadedPair, prompts: Sequence[list[int]], config: GenerateConfig) -> Run:
-    """Decode the only prompt as `ygg generate` does."""
+    """Decode the only prompt as `ygg generate` does, text included."""
     [prompt] = prompts
-    policy = pair.policy(temperature=config.sampling.temperature)
     models = pair.engine.target, pair.engine.draft
     before_ms = sum(model.graph_ms for model in models)
     start = time.perf_counter()
-    results = list(pair.engine.generate(prompt, policy, config))
+    whole = command.Run(pair, prompt, config).complete()
     seconds = time.perf_counter() - start
-    text = [token for result in results for token in result.tokens]
-    return Run([text], seconds, len(results), sum(model.graph_ms for model in models) - before_ms)
+    graph_ms = sum(model.graph_ms for model in models) - before_ms
+    return Run([whole.tokens], seconds, len(whole.results), graph_ms)
 
 
 def measure_size(
@@ -125,6 +127,7 @@ def measure_size(
     prompts: Sequence[list[int]],
     config: GenerateConfig,
     size: int,
+    num_turns: int,
 ) -> dict[str, Any]:
     """All arms in turns on batches of one size."""
     arms: dict[str, Callable[..., Run]] = {
@@ -134,12 +137,14 @@ def measure_size(
         arms[ALONE] = partial(alone, pair)
         arms[ALONE_PLAIN] = lambda texts, settings: alone(pair, texts, replace(settings, plain=True))
     batches = [
-        [prompts[(size * turn + row) % len(prompts)] for row in range(size)] for turn in range(len(prompts))
+        [prompts[(size * turn + row) % len(prompts)] for row in range(size)] for turn in range(num_turns)
     ]
     runs: dict[str, list[Run]] = defaultdict(list)
+    order = list(arms)
     for turn, batch in enumerate([batches[0], *batches]):  # the first one warms up
         settings = replace(config, sampling=replace(config.sampling, seed=turn))
-        done = {name: arm(batch, settings) for name, arm in arms.items()}
+        done = {name: arms[name](batch, settings) for name in order}
+        order = [*order[1:], order[0]]  # memory may change its pace within a turn
         if len({str(run.texts) for run in done.values()}) > 1:
             raise TextMismatchError(f"arms wrote different texts in batch {turn} of {size}")
         for name, run in done.items() if turn else ():
@@ -177,7 +182,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
     config = ServeConfig(max_batch=max(SIZES), elastic=False)
     batcher = load_batcher(pair.bundle, config)
     parts = policy_parts(pair.bundle, config)
-    prompts = beginnings(STORIES.test_texts, pair, options.prompts)
+    prompts = beginnings(STORIES.test_texts, pair, MORE_TURNS * options.prompts)
     found: dict[str, dict[str, Any]] = {}
     for temperature in TEMPERATURES:
         generation = GenerateConfig(
@@ -185,7 +190,8 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         )
         found[f"{temperature:g}"] = {}
         for size in SIZES:
-            each = measure_size(pair, batcher, parts, prompts, generation, size)
+            num_turns = max(options.prompts, math.ceil(MORE_TURNS * options.prompts / size))
+            each = measure_size(pair, batcher, parts, prompts, generation, size, num_turns)
             found[f"{temperature:g}"][str(size)] = each
             over = {name: value["median"] for name, value in each["trees_over"].items()}
             share = each["arms"][TREES]["host_share"]

@@ -726,12 +726,25 @@ def test_an_unsupported_or_invalid_field_of_chat_is_a_400_that_names_it(
         ),
         (
             {"messages": [{"role": "user", "content": 4}]},
-            "messages.0.content: Input should be a valid string or Input should be a valid list",
+            "messages.0.content: Input should be a valid string or a valid list",
         ),
-        ({"tool_choice": "maybe"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
         (
-            {"speculation": True},
-            "speculation: Input should be 'off' or 'auto' or Input should be a valid integer",
+            {"tool_choice": "maybe"},
+            "tool_choice: Input should be 'none', 'auto' or 'required' or a valid object",
+        ),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.type: Input should be 'function'"),
+        (
+            {"tool_choice": {"type": "function", "function": 4}},
+            "tool_choice.function: Input should be a valid object",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "add"}, "name": "add"}},
+            "tool_choice.name is not a field of this server's requests; leave it out",
+        ),
+        ({"speculation": True}, "speculation: Input should be 'off' or 'auto' or a valid integer"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "array"}}}]},
+            "tools.0.function.parameters: Input should be a schema of type 'object'",
         ),
         ({"frequency": 1}, "frequency is not a field of this server's requests; leave it out"),
     ],

@@ -232,13 +232,18 @@ def test_keys_walk_through_the_steps_and_mark_their_text(browser: Any) -> None:
         expect(page.locator("#step-line")).to_contain_text(f"Step 1 of {count}")
 
 
-def test_the_reasoning_of_an_answer_is_whole(browser: Any) -> None:
+def test_the_reasoning_of_an_answer_is_whole_and_goes_back_apart(browser: Any) -> None:
     options = {"template": ChatTemplate(TEMPLATE), "reasoning_parser": "think"}
     with server(**options) as running, opened(browser, running) as page:
         connected(page)
         running.service.story = "<think>I see a fox.</think> It is red."
         ask(page, "Once")
         expect(page.locator("#log .assistant")).to_have_text("I see a fox.It is red.")
+        expect(page.locator("#stop")).to_be_hidden()
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Why?")
+        reply = asked.value.post_data_json["messages"][1]
+        assert reply == {"role": "assistant", "content": "It is red.", "reasoning_content": "I see a fox."}
 
 
 def test_the_key_is_asked_for_kept_for_the_tab_and_sent(browser: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -27,7 +28,11 @@ MAX_VALUES = {b"[": 1 << 13, b"{": 1 << 13, b":": 1 << 15, b",": 1 << 18}
 MOST_LEVELS = 200  # Python has a limit, too, but a body that it can read may be too deep to be repeated
 NAMES = {b"[": "lists", b"{": "objects", b":": "fields", b",": "values"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it, also one of a whole pair
-FORM = re.compile(r"\[|^str$|-int$")  # as pydantic calls lists, texts and numbers in a path
+# As pydantic calls lists, texts, numbers and objects in a path, and objects in a message.
+FORM = re.compile(r"\[|^str$|-int$|^([A-Z][a-z]+){2,}$")
+OBJECT = re.compile(r"dictionary or instance of \w+")
+EXPECTED = "Input should be "
+OWN = "Value error, "
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -138,11 +143,12 @@ def _invalid(error: ValidationError, names: Mapping[str, str]) -> ApiError:
     """An error for the first wrong field.
 
     If a value may have several forms, the error is that of the form that goes furthest without a fault,
-    which the client meant; if several go as far, it has all that pydantic would accept at this place.
+    which the client meant; if several go as far, it has all that pydantic would accept at this place, or
+    the first unknown field.
     """
     errors = error.errors(include_url=False, include_input=False)
     field = errors[0]["loc"][:1]  # nothing if the request itself has an unknown field
-    first = max((each for each in errors if each["loc"][:1] == field), key=lambda each: len(each["loc"]))
+    first = max((each for each in errors if each["loc"][:1] == field), key=_progress)
     place = _place(first["loc"])
     path = [*(names.get(part, part) for part in place[:1]), *place[1:]]
     if first["type"] == UNKNOWN_FIELD:
@@ -150,7 +156,14 @@ def _invalid(error: ValidationError, names: Mapping[str, str]) -> ApiError:
         message = f"{'.'.join(path)} is not a field of this server's requests; leave it out"
         return ApiError(400, message, param=path[0], code="unknown_parameter")
     complaints = dict.fromkeys(each["msg"] for each in errors if _place(each["loc"]) == place)
-    return ApiError(400, f"{'.'.join(path)}: {' or '.join(complaints)}", param=path[0])
+    message = OBJECT.sub("object", " or ".join(complaints)).replace(f" or {EXPECTED}", " or ")
+    message = message.removeprefix(OWN)  # of a check of this server
+    return ApiError(400, f"{'.'.join(path)}: {message}", param=path[0])
+
+
+def _progress(error: ErrorDetails) -> tuple[int, bool]:
+    """How far a form goes without a fault; one with an unknown field goes further than a wrong type."""
+    return len(error["loc"]), error["type"] == UNKNOWN_FIELD
 
 
 def _place(loc: Sequence[int | str]) -> list[str]:

@@ -10,7 +10,7 @@ const POLL_MS = 1000; // between two readings of the metrics, while an answer ru
 const state = {
   model: "",
   isChat: false,
-  messages: [], // {role, content}
+  messages: [], // {role, content}, of an answer also reasoning_content
   steps: [], // {tree, chunk}
   shown: -1,
   follows: true, // whether the newest step is shown
@@ -124,22 +124,26 @@ async function send(event) {
   messages.push({ role: "user", content: text });
   const asked = addMessage("user", text);
   const answer = addMessage("assistant", "");
-  const reply = { role: "assistant", content: "" };
+  const reply = { role: "assistant", content: "", reasoning_content: "" };
   const [path, body] = bodyOf();
   begin();
   try {
     await withKey(() => stream(path, body, answer, reply));
   } catch (failure) {
     if (failure.name !== "AbortError") showError(failure.message);
-    if (reply.content === "") {
+    if (isEmpty(reply)) {
       messages.pop();
       asked.remove();
       answer.remove();
       if (messages === state.messages) at("prompt").value = text;
     }
   }
-  if (reply.content !== "") messages.push(reply);
+  if (!isEmpty(reply)) messages.push(reply);
   end();
+}
+
+function isEmpty(reply) {
+  return reply.content === "" && reply.reasoning_content === "";
 }
 
 async function stream(path, body, answer, reply) {
@@ -156,9 +160,11 @@ async function stream(path, body, answer, reply) {
     signal.throwIfAborted(); // an event may have been read before the end
     for (const choice of event.choices) {
       const delta = choice.delta ?? { content: choice.text };
-      const text = (delta.reasoning_content ?? "") + (delta.content ?? ""); // the first one has both
-      reply.content += text;
-      const chunk = addChunk(answer, text);
+      const reasoning = delta.reasoning_content ?? ""; // the first delta has both
+      const content = delta.content ?? "";
+      reply.reasoning_content += reasoning;
+      reply.content += content;
+      const chunk = addChunk(answer, reasoning + content);
       if (choice.tree) {
         tokens += choice.tree.path.length;
         addStep(choice.tree, chunk);
