@@ -40,6 +40,7 @@ from yggdrasil.offline.tuning import (
 from yggdrasil.pair import LoadedPair, load_pair
 from yggdrasil.report.progress import RichProgress
 from yggdrasil.state import Shape
+from yggdrasil.store import storage
 
 ONE_BY_ONE = "one by one"
 BATCHED = "in batches"
@@ -94,7 +95,9 @@ def learnt(
         "trees": sum(len(trace.deep) for trace in traces),
         "texts": len(set(traces[0].text_N.tolist())),
     }
-    return load_pair(bundle.name, dataset=bundle.dataset), found
+    taught = load_pair(bundle.name, dataset=bundle.dataset)
+    storage.remove(bundle.predictor_folder(bundle.dataset))  # or `ygg show` would offer it
+    return taught, found
 
 
 def measure_pair(pair: LoadedPair, options: argparse.Namespace, log: Log) -> dict[str, Any]:
