@@ -974,6 +974,19 @@ def test_outdated_builds_are_removed_after_the_new_one_is_complete(
     generate(capsys)
 
 
+def test_an_interrupt_after_the_verb_prints_no_traceback() -> None:
+    script = """
+import atexit, os, signal, sys
+atexit.register(lambda: print("ended"))
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+from yggdrasil.cli import main
+sys.exit(main(["list"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("ended\n")
+    assert not done.stderr
+
+
 def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
     copied: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

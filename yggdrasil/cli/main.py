@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -76,10 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `ygg doctor` returns 1 if it found something to fix.
 
-    Under torchrun rank 0 runs the verb, and the other ranks follow it.
+    Under torchrun rank 0 runs the verb, and the other ranks follow it. After the verb Ctrl-C does nothing:
+    the interpreter ends within a second, and would print a traceback.
     """
     with guarded_messages():
-        return _run_or_follow(arguments)
+        code = _run_or_follow(arguments)
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last one registered runs first
+    return code
 
 
 def _run_or_follow(arguments: Sequence[str] | None) -> int:
