@@ -987,6 +987,27 @@ sys.exit(main(["list"]))
     assert not done.stderr
 
 
+def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
+    module = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); whole = 1"
+    (tmp_path / "interrupted.py").write_text(module)
+    script = """
+import time
+from yggdrasil.cli.interrupt import between_imports
+try:
+    with between_imports():
+        import interrupted
+        print(interrupted.whole)
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("ended")
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == ["1", "ended"]
+
+
 def test_an_interrupted_recompilation_leaves_the_pair_that_was_there(
     copied: Path, llama_folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import yggdrasil
@@ -22,6 +23,7 @@ from yggdrasil.cli import rm as rm_command
 from yggdrasil.cli import serve as serve_command
 from yggdrasil.cli import show as show_command
 from yggdrasil.cli import verify as verify_command
+from yggdrasil.cli.interrupt import between_imports
 from yggdrasil.cli.output import guarded_messages, guarded_output
 from yggdrasil.cli.parser import Parser
 from yggdrasil.errors import ConfigError, RankLost, YggError
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Under torchrun rank 0 runs the verb, and the other ranks follow it. After the verb Ctrl-C does nothing:
     the interpreter ends within a second, and would print a traceback.
     """
-    with guarded_messages():
+    with guarded_messages(), between_imports():
         code = _run_or_follow(arguments)
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last one registered runs first
     return code
@@ -161,7 +163,8 @@ def _run_verb(arguments: Sequence[str] | None) -> int:
     except YggError as error:
         return _refuse(f"ygg {options.verb}: {error}")
     except KeyboardInterrupt:
-        print(f"\nygg {options.verb}: interrupted; what was compiled is kept", file=sys.stderr)
+        with suppress(KeyboardInterrupt):  # a second one
+            print(f"\nygg {options.verb}: interrupted; what was compiled is kept", file=sys.stderr)
         return 130
 
 
