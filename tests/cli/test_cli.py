@@ -977,6 +977,7 @@ def test_outdated_builds_are_removed_after_the_new_one_is_complete(
 def test_an_interrupt_after_the_verb_prints_no_traceback() -> None:
     script = """
 import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process may ignore it
 atexit.register(lambda: print("ended"))
 atexit.register(os.kill, os.getpid(), signal.SIGINT)
 from yggdrasil.cli import main
@@ -991,8 +992,9 @@ def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
     module = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); whole = 1"
     (tmp_path / "interrupted.py").write_text(module)
     script = """
-import time
+import signal, time
 from yggdrasil.cli.interrupt import between_imports
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process may ignore it
 try:
     with between_imports():
         import interrupted

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from yggdrasil.serve.body import check_counts
 from yggdrasil.serve.wire import Strict
@@ -110,14 +109,6 @@ class FunctionDefinition(Strict):
     description: str = ""
     parameters: dict[str, Any] = Field({})
     strict: bool = False
-
-    @field_validator("parameters")
-    @classmethod
-    def _of_object(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """Arguments have names, so their schema is that of an object."""
-        if schema.get("type", "object") != "object":
-            raise PydanticCustomError("not_an_object", "Input should be a schema of type 'object'")
-        return schema
 
 
 class Tool(Strict):
