@@ -3,7 +3,8 @@
 The paper names batched trees as its open problem (Yggdrasil section 9). Batches of 1 to 16 requests of
 the same length run to their end, on one batcher, arms in turns: the policy of trees, the same policy
 restricted to chains (W = 1), the server's policy of chains (nightjar), and plain decoding. With one request
-there is also `ygg generate`. Greedy and sampled; all arms must write the same texts.
+there are three times as many texts, and `ygg generate`. Greedy and sampled; all arms must write the same
+texts.
 
 Refuted at a batch where trees have less than 0.99 of the chains' tokens per second, or less than 0.99 of
 plain decoding's, with the whole interval; and with one request below 0.97 of `ygg generate`, or without

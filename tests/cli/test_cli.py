@@ -988,7 +988,9 @@ sys.exit(main(["list"]))
     assert not done.stderr
 
 
-def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_imported", (False, True), ids=("run", "imported"))
+def test_an_interrupt_waits_for_the_end_of_an_import(tmp_path: Path, is_imported: bool) -> None:
+    """Not for that of the module that began the verb: it ends after the verb."""
     module = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); whole = 1"
     (tmp_path / "interrupted.py").write_text(module)
     script = """
@@ -1003,10 +1005,10 @@ try:
 except KeyboardInterrupt:
     print("ended")
 """
+    (tmp_path / "verb.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment
-    )
+    command = [sys.executable, "-c", "import verb" if is_imported else script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=50)
     assert done.stdout.split() == ["1", "ended"]
 
 

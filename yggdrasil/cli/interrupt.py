@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ RETRY_S = 0.02
 
 @contextmanager
 def between_imports() -> Iterator[None]:
-    """A block that an interrupt ends, but not within an import.
+    """A block that an interrupt ends, but not within an import that began in the block.
 
     It changes nothing where Ctrl-C is handled already, and in threads, which get no signals.
     """
@@ -29,26 +30,28 @@ def between_imports() -> Iterator[None]:
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _interrupt)
+    before = _num_importing(sys._getframe())
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        """Raise KeyboardInterrupt, or send the signal again a little later."""
+        if _num_importing(frame) <= before:
+            raise KeyboardInterrupt
+        again = threading.Timer(RETRY_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is _interrupt:
+        if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, or send the signal again a little later."""
-    if not _is_importing(frame):
-        raise KeyboardInterrupt
-    again = threading.Timer(RETRY_S, os.kill, (os.getpid(), number))
-    again.daemon = True
-    again.start()
-
-
-def _is_importing(frame: FrameType | None) -> bool:
+def _num_importing(frame: FrameType | None) -> int:
+    """Frames that import, from this one outwards."""
+    count = 0
     while frame is not None:
-        if frame.f_code.co_filename == IMPORTING:
-            return True
+        count += frame.f_code.co_filename == IMPORTING
         frame = frame.f_back
-    return False
+    return count

@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `ygg doctor` returns 1 if it found something to fix.
 
-    Under torchrun rank 0 runs the verb, and the other ranks follow it. After the verb Ctrl-C does nothing:
-    the interpreter ends within a second, and would print a traceback.
+    Under torchrun rank 0 runs the verb, and the other ranks follow it. While the interpreter ends, Ctrl-C
+    does nothing; it would print a traceback.
     """
     with guarded_messages(), between_imports():
         code = _run_or_follow(arguments)

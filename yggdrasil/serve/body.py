@@ -32,7 +32,7 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # as JSON writes it, also one of 
 FORM = re.compile(r"\[|^str$|-int$|^([A-Z][a-z]+){2,}$")
 OBJECT = re.compile(r"dictionary or instance of \w+")
 EXPECTED = "Input should be "
-OWN = "Value error, "
+OWN = "Value error, "  # before the message of a check of this server
 SMALL_BYTES = 1 << 16  # parsed faster than a thread wakes up on a busy machine
 
 Wire = TypeVar("Wire", bound=BaseModel)
@@ -155,9 +155,12 @@ def _invalid(error: ValidationError, names: Mapping[str, str]) -> ApiError:
         path.append(first["ctx"]["field"])
         message = f"{'.'.join(path)} is not a field of this server's requests; leave it out"
         return ApiError(400, message, param=path[0], code="unknown_parameter")
-    complaints = dict.fromkeys(each["msg"] for each in errors if _place(each["loc"]) == place)
-    message = OBJECT.sub("object", " or ".join(complaints)).replace(f" or {EXPECTED}", " or ")
-    message = message.removeprefix(OWN)  # of a check of this server
+    complaints = dict.fromkeys(
+        OBJECT.sub("object", each["msg"].removeprefix(OWN))
+        for each in errors
+        if _place(each["loc"]) == place
+    )
+    message = " or ".join(complaints).replace(f" or {EXPECTED}", " or ")
     return ApiError(400, f"{'.'.join(path)}: {message}", param=path[0])
 
 
