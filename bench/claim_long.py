@@ -68,7 +68,7 @@ def _with_positions(model: Path, folder: Path) -> Path:
 
 
 def run(pair: LoadedPair, prompt: Sequence[int], num_tokens: int, shape: Shape | None) -> dict[str, Any]:
-    """One generation: tokens, the prompt's milliseconds, and context and milliseconds of every step."""
+    """One generation: tokens, milliseconds until the first, and context and milliseconds of later steps."""
     config = GenerateConfig(max_new_tokens=num_tokens, ignore_eos=True, plain=shape is PLAIN)
     before = compilations()
     start = time.perf_counter()
@@ -76,10 +76,11 @@ def run(pair: LoadedPair, prompt: Sequence[int], num_tokens: int, shape: Shape |
     steps: list[tuple[int, float]] = []
     with no_compilation():
         for result in pair.engine.generate(prompt, pair.policy(shape=shape), config):
-            if not tokens:
-                first_ms = (time.perf_counter() - start) * 1e3 - result.ms
+            if tokens:
+                steps.append((result.context_len, result.ms))
+            else:
+                first_ms = (time.perf_counter() - start) * 1e3
             tokens += result.tokens
-            steps.append((result.context_len, result.ms))
     return {
         "token_ids": tokens,
         "prefill_ms": first_ms,
@@ -136,7 +137,7 @@ def _summary(arm: Mapping[str, Any], prompt_len: int) -> dict[str, Any]:
     return {
         "compilations": arm["compilations"],
         "prefill_tok_per_s": round(prompt_len / arm["prefill_ms"] * 1e3, 1),
-        "tokens_per_step": round(len(arm["token_ids"]) / len(arm["steps"]), 3),
+        "tokens_per_step": round((len(arm["token_ids"]) - 1) / len(arm["steps"]), 3),
         "step_ms_by_context": by_context(arm["steps"]),
         "longest_stall_ms": round(max(late), 3),
         "stalls": sum(ms > MOST_STALL_MS for ms in late),

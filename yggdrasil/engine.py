@@ -4,6 +4,9 @@ A step (`Engine.step`) emits one or more tokens:
     choose      the policy chooses the shape of the tree: W nodes per growth step, D steps
     run         step/rows.py drafts, prunes, verifies, accepts and commits; on a CPU kernels/step.cpp does
     observe     the policy sees the result
+
+The first step of a request also ends its prompt. An end that leaves no room for a tree emits the first
+token without a draft.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ __all__ = ["Engine", "check_processors", "check_request", "check_tokens", "check
 ANY_TOKEN = 2**31  # the metadata of a forward is int32
 # One graph for up to 32 prompt tokens and a tree costs less than two graphs.
 MAX_MERGED_TOKENS = 32
+# A row without a draft verifies its root alone.
+WITHOUT_DRAFT = Choice((PLAIN,), (UNCALIBRATED.calibration,), VERIFY_ALL)
 
 
 class Engine:
@@ -129,6 +134,9 @@ class Engine:
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens. Steps of several threads run one after the other.
 
+        Text that the KV lacks runs first. Where the end of it is long, its forward emits one token, and the
+        policy is not asked.
+
         Args:
             state: The request; the emitted tokens are added to its tokens.
 
@@ -140,25 +148,31 @@ class Engine:
         Source: Yggdrasil sections 4 and 5.1. The stages are in step/rows.py.
         """
         with self._one_thread:
-            began = time.perf_counter()
             row = self._row(state)
+            if self._prefill_(row, policy):
+                return self._run(row, WITHOUT_DRAFT, time.perf_counter(), caught_up=True)
+            began = time.perf_counter()
             choice = policy.choose([row])
             self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
             catches_up = choice.shapes[0].depth > 0 and self._catch_up_(row)
-            if catches_up:
-                choice = Choice((PLAIN,), choice.calibrations, VERIFY_ALL)
-            self._reserve(row, choice.shapes[0])
-            [result] = self._stepper(row, choice).run([row], choice, began)
-            if result.error:
-                raise YggError(result.error)
-            self.target.cache.kept_(row.target_len)
-            self.draft.cache.kept_(row.draft_len)
-            self._generating = state
-            self._note_lengths()
-            # nobody else has the result yet; `replace` would take a hundredth of a small pair's step
-            result.__dict__.update(caught_up=catches_up, is_guarded=policy.is_guard)
+            result = self._run(row, WITHOUT_DRAFT if catches_up else choice, began, caught_up=catches_up)
+            result.__dict__["is_guarded"] = policy.is_guard
             policy.observe(result)
             return result
+
+    def _run(self, row: Row, choice: Choice, began: float, *, caught_up: bool) -> StepResult:
+        """The step of a row, after which both caches and the text have its tokens."""
+        self._reserve(row, choice.shapes[0])
+        [result] = self._stepper(row, choice).run([row], choice, began)
+        if result.error:
+            raise YggError(result.error)
+        self.target.cache.kept_(row.target_len)
+        self.draft.cache.kept_(row.draft_len)
+        self._generating = row.state
+        self._note_lengths()
+        # nobody else has the result yet; `replace` would take a hundredth of a small pair's step
+        result.__dict__["caught_up"] = caught_up
+        return result
 
     def _row(self, state: DecodeState) -> Row:
         """The only row of both caches, without KV that an interrupted step committed beyond the text."""
@@ -182,6 +196,28 @@ class Engine:
 
     def _note_lengths(self) -> None:
         self._held = (self.target.cache.len, self.draft.cache.len)
+
+    def _prefill_(self, row: Row, policy: ShapePolicy) -> bool:
+        """Run the text that the KV lacks; the target's last chunk of it is left to the step.
+
+        Returns:
+            Whether that chunk has no room for a tree. Then the draft's KV is left to the next step, so that
+            the first token does not wait for it.
+        """
+        state = row.state
+        num_lacking = state.root_pos - row.target_len
+        if num_lacking:
+            last_chunk = num_lacking % self.target.prefill_chunk
+            with self.trace.stage("prefill"):
+                prefill(self.target, state.tokens[: state.root_pos - last_chunk])
+            row.target_len = self.target.cache.len
+            if last_chunk > min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest):
+                return True
+        if policy.drafts and row.draft_len < state.prompt_len - 1:
+            with self.trace.stage("prefill"):
+                prefill(self.draft, state.tokens[: min(state.prompt_len, state.root_pos)])
+            row.draft_len = self.draft.cache.len
+        return False
 
     def _catch_up_(self, row: Row) -> bool:
         """Run one chunk of the text that the draft's KV lacks, if it lacks that much; whether it ran.
@@ -333,12 +369,6 @@ class Engine:
         self._roll_back_(self._num_common(state) if keep else 0)
         self._generating = state  # from here on the caches hold a part of this text and nothing else
         self.kept_len = self.target.cache.len
-        with self.trace.stage("prefill"):
-            num_merged = self._num_merged_with_verify(state.root_pos - self.kept_len)
-            hidden_E = prefill(self.target, state.tokens[: state.root_pos - num_merged])
-            state.hidden_of = None if hidden_E is None or num_merged else hidden_E.detach
-            if policy.drafts:
-                prefill(self.draft, state.tokens[:-1])
         self._note_lengths()
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
@@ -356,16 +386,6 @@ class Engine:
                 "another generation has begun on this engine, which decodes one text at a time; "
                 "read each to its end first, or load the pair twice"
             )
-
-    def _num_merged_with_verify(self, num_tokens: int) -> int:
-        """How many of the last prompt tokens run in the first verification: a few cost less there.
-
-        Args:
-            num_tokens: Tokens of the prompt that the target's KV lacks.
-        """
-        last_chunk = num_tokens % self.target.prefill_chunk
-        room = min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest)
-        return last_chunk if last_chunk <= room else 0
 
 
 def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:

@@ -75,7 +75,7 @@ def policy_arm(
             total_ms=total_ms,
             first_ms=run.ttft_ms,
             first_tokens=len(run.results[0].tokens),
-            target_passes=len(run.results),  # prefill emits nothing and is not counted
+            target_passes=len(run.results),  # the first ends the prompt; others of it emit nothing
             detail={key: report[key] for key in ("predicted_speedup", "stages_ms", "graphs_ms")}
             | {
                 "shapes": Counter(str(each.shape) for each in run.results),

@@ -29,7 +29,7 @@ MIN_GAINS = (0.05, 0.1, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class Count:
-    """What a policy did on some prompts.
+    """What a policy did on some prompts. A step that ends a prompt without a draft is not counted.
 
     Args:
         tokens: Emitted.
@@ -104,11 +104,12 @@ class Counter:
                 raise TextMismatchError(
                     f"{policy} writes another text than plain decoding on prompt {index}"
                 )
-            tokens = tokens + self._num_tokens
-            passes = passes + len(results)
-            ms += sum(self._step_ms(result) for result in results)
+            chosen = [result for result in results if not result.caught_up]
+            tokens += sum(len(result.tokens) for result in chosen)
+            passes += len(chosen)
+            ms += sum(self._step_ms(result) for result in chosen)
             plain_ms += sum(
-                len(result.tokens) * self._latency.plain_ms(result.context_len) for result in results
+                len(result.tokens) * self._latency.plain_ms(result.context_len) for result in chosen
             )
         return Count(tokens, passes, ms, plain_ms)
 

@@ -184,6 +184,28 @@ def test_a_short_prompt_needs_no_separate_forward(tiny: LoadedPair) -> None:
     assert passes == [14]  # nine tokens of the prompt and a tree of five
 
 
+@pytest.mark.parametrize("num_tokens", (17, 18, 32, 33, 34, 49, 50, 64, 65))
+def test_a_long_end_of_a_prompt_emits_the_first_token_without_a_draft(
+    tiny: LoadedPair, num_tokens: int
+) -> None:
+    """The draft runs over the prompt after that, and the tokens are those of plain decoding."""
+    chunk = tiny.engine.target.prefill_chunk
+    room = chunk - tiny.engine.target.widest
+    assert (chunk, room) == (32, 16)
+    prompt = (tiny.tokenizer.encode(PROMPTS[0]) * num_tokens)[:num_tokens]
+    expected = decode(tiny, prompt, None, plain=True, num_tokens=12, ignore_eos=True)
+    config = GenerateConfig(max_new_tokens=12, ignore_eos=True)
+    steps = tiny.engine.generate(prompt, tiny.policy(shape=Shape(2, 3)), config)
+    first = next(steps)
+    is_long = (num_tokens - 1) % chunk > room
+    assert first.caught_up == is_long
+    assert (first.shape == PLAIN) == is_long
+    assert (tiny.engine.draft.cache.len == 0) == is_long
+    later = list(steps)
+    assert all(result.shape.depth and not result.caught_up for result in later)
+    assert [token for result in (first, *later) for token in result.tokens] == expected
+
+
 def test_a_plain_request_is_decoded_plainly_with_any_policy(
     tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +212,15 @@ def _show_tree(pair: Any, options: argparse.Namespace) -> None:
     prompt = pair.tokenizer.encode(options.prompt)
     policy = pair.policy(temperature=sampling.temperature, guard=False)
     steps = pair.engine.generate(prompt, policy, config)
-    first = next(steps)
-    labels = [pair.tokenizer.token_text(token) for token in first.tree.token_N.tolist()]
-    print(step_line(first, pair.tokenizer))
-    print(first.tree.render(labels, first.path))
+    results = [next(steps)]
+    if results[0].caught_up:  # the end of the prompt, without a draft
+        results += islice(steps, 1)
+    shown = results[-1]
+    labels = [pair.tokenizer.token_text(token) for token in shown.tree.token_N.tolist()]
+    print(step_line(shown, pair.tokenizer))
+    print(shown.tree.render(labels, shown.path))
     if options.html is not None:
-        print(write_page(trees_page(pair, prompt, sampling, [first, *steps]), options.html))
+        print(write_page(trees_page(pair, prompt, sampling, [*results, *steps]), options.html))
 
 
 def _sampling(options: argparse.Namespace) -> Any:

@@ -223,7 +223,7 @@ class Run:
 
     @property
     def aal(self) -> float:
-        """Mean emitted tokens per target forward, prefill not counted."""
+        """Mean emitted tokens per target forward that emits any; the first ends the prompt."""
         return self.num_tokens / max(1, len(self.results))
 
     @property

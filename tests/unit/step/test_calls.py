@@ -202,7 +202,7 @@ def test_a_draft_that_catches_up_is_timed(tiny: LoadedPair) -> None:
     for model in (engine.target, engine.draft):
         model.cache.rollback_(0)
     state = DecodeState(tiny.tokenizer.encode(PROMPT))
-    while state.root_pos < engine.draft.prefill_chunk:
+    while state.num_emitted <= engine.draft.prefill_chunk:
         engine.step(state, tiny.policy(shape=PLAIN))
     assert engine.trace.count["catch up"] == 0
     assert engine.step(state, tiny.policy(shape=Shape(4, 2))).caught_up
