@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.report.timeline import Interval, StepRecord, Timeline
 from yggdrasil.trace import Trace
 
-__all__ = ["Forward", "RecordedModel", "Recorder", "record_timeline"]
+__all__ = ["Forward", "Note", "RecordedModel", "Recorder", "record_timeline"]
 
+Note = Callable[[], Iterable["Forward"]]
+"""Reads the forwards of a step after it, so that the step's time has none of that work."""
 GREEDY = SamplingConfig()
 NUM_STEPS = 24
 MOST_RUNS = 6
@@ -53,7 +56,7 @@ class Recorder(Trace):
     def __init__(self) -> None:
         super().__init__()
         self.stages: list[tuple[Sequence[str], Sequence[float]]] = []
-        self.graphs: list[Forward] = []
+        self.graphs: list[Note] = []
 
     def note(self, names: Sequence[str], marks_ms: Sequence[float]) -> None:
         """Keep the times of stages in a row."""
@@ -66,7 +69,7 @@ class Recorder(Trace):
             for names, marks_ms in self.stages
             for name, marks in zip(names, pairwise(marks_ms), strict=True)
         )
-        graphs = (forward.interval for forward in self.graphs)
+        graphs = (forward.interval for note in self.graphs for forward in note())
         step = StepRecord(
             shape, start_ms, end_ms, tuple(stages), tuple(sorted(graphs, key=lambda each: each.when))
         )
@@ -82,10 +85,11 @@ class RecordedModel:
         kind: Kind of its graphs, for their names.
         notes: List that receives the forwards.
 
-    Cost: a microsecond per forward; on CUDA also a sync, since a forward only launches its kernels.
+    Cost: a microsecond per forward of Python, or per step of C++; on CUDA also a sync, since a forward only
+    launches its kernels.
     """
 
-    def __init__(self, model: TokenModel, kind: str, notes: list[Forward]) -> None:
+    def __init__(self, model: TokenModel, kind: str, notes: list[Note]) -> None:
         self.cache = model.cache
         self.device = model.device
         self.max_depth = model.max_depth
@@ -109,7 +113,7 @@ class RecordedModel:
             torch.cuda.synchronize()  # sync: a graph has run when its result has arrived
         end = time.perf_counter()
         self.graph_ms += (end - start) * 1e3
-        self._notes.append(Forward(self._kind, len(meta_NM), start * 1e3, end * 1e3))
+        self._notes.append(partial(iter, (Forward(self._kind, len(meta_NM), start * 1e3, end * 1e3),)))
         return outputs
 
     def graph_object(self, meta_NM: Tensor) -> Any | None:
@@ -117,10 +121,11 @@ class RecordedModel:
 
     def record_forwards_(self, ms: float, each: Callable[[], Iterable[tuple[int, float, float]]]) -> None:
         self.graph_ms += ms
-        self._notes += [
-            Forward(self._kind, num_tokens, begin_ms, end_ms, self.sizes)
-            for num_tokens, begin_ms, end_ms in each()
-        ]
+        self._notes.append(partial(self._read, each))
+
+    def _read(self, each: Callable[[], Iterable[tuple[int, float, float]]]) -> Iterator[Forward]:
+        for num_tokens, begin_ms, end_ms in each():
+            yield Forward(self._kind, num_tokens, begin_ms, end_ms, self.sizes)
 
 
 def record_timeline(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from yggdrasil.report.recording import Forward, RecordedModel, Recorder
+from yggdrasil.report.recording import Note, RecordedModel, Recorder
 from yggdrasil.report.timeline import Interval
 
 
@@ -36,21 +36,30 @@ def test_a_recorded_model_gives_what_the_model_gives_and_notes_the_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outputs = torch.zeros(4, 8), torch.ones(4, 8)
-    notes: list[Forward] = []
+    notes: list[Note] = []
     model = RecordedModel(SimpleNamespace(**FIELDS, forward=lambda meta_NM: outputs), "draft", notes)
     clock = iter((1.0, 1.25))
     monkeypatch.setattr(
         "yggdrasil.report.recording.time", SimpleNamespace(perf_counter=lambda: next(clock))
     )
     assert model.forward(torch.zeros(4, 9)) is outputs
-    assert [forward.interval for forward in notes] == [Interval("draft 4", 1000.0, 1250.0, True)]
+    assert [forward.interval for note in notes for forward in note()] == [
+        Interval("draft 4", 1000.0, 1250.0, True)
+    ]
     assert model.graph_ms == 250.0
 
 
 def test_forwards_that_ran_in_one_call_are_noted_by_the_graph_that_ran_them() -> None:
     recorder = Recorder()
     model = RecordedModel(SimpleNamespace(**FIELDS), "draft", recorder.graphs)  # type: ignore[arg-type]
-    model.record_forwards_(4.0, lambda: [(3, 5.0, 6.0), (3, 8.0, 11.0)])
+    reads = []
+
+    def each() -> list[tuple[int, float, float]]:
+        reads.append(recorder)
+        return [(3, 5.0, 6.0), (3, 8.0, 11.0)]
+
+    model.record_forwards_(4.0, each)
+    assert not reads  # not within the step
     recorder.note(("policy", "draft"), (1.0, 4.0, 12.0))
     step = recorder.take("W=2", 0.0, 13.0)
     assert step.graphs == (Interval("draft 8", 5.0, 6.0, True), Interval("draft 8", 8.0, 11.0, True))
