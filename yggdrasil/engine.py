@@ -134,8 +134,8 @@ class Engine:
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens. Steps of several threads run one after the other.
 
-        Text that the KV lacks runs first. Where the end of it is long, its forward emits one token, and the
-        policy is not asked.
+        Text that the KV lacks runs first. If its last chunk leaves no room for a tree, that chunk's forward
+        emits one token, and the policy chooses nothing.
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
@@ -144,7 +144,8 @@ class Engine:
             YggError: the target's logits are not finite; the text so far is intact.
             CapacityError: the caches cannot hold both the text and the tree.
 
-        Cost: 1 + (D - 1) draft forwards and one target forward; each sync is marked in step/.
+        Cost: 1 + (D - 1) draft forwards and one target forward, in addition to those of text that the KV
+            lacks; each sync is marked in step/.
         Source: Yggdrasil sections 4 and 5.1. The stages are in step/rows.py.
         """
         with self._one_thread:

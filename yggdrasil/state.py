@@ -291,8 +291,8 @@ class StepResult:
         tree_of: Makes the verified tree.
         path: Accepted nodes of that tree, root first.
         ms: Wall clock of the step.
-        caught_up: Whether the step ran text that a model's KV lacked: the end of a prompt, or a chunk of
-            text for the draft. The shape is then plain.
+        caught_up: Whether the step ran text that a model's KV lacked, instead of drafting: the long end of
+            a prompt, or a chunk of text for the draft. The shape is then plain.
         error: What is wrong with the target's logits; then no token is emitted.
         values: Calibrated acceptance of every drafted node but the root.
         depths: Depth in the tree of every verified node, root included.

@@ -26,6 +26,17 @@ def test_html_writes_one_page_with_every_step(capsys: Capture, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("tiny_bundle")
+def test_the_first_tree_is_shown_after_a_prompt_that_ends_without_one(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    page = tmp_path / "trees.html"
+    long_prompt = "Once upon a time there was a big red ball in the park near the house"
+    assert main(["show", "tree", long_prompt, "--pair", "tiny", "--html", str(page)]) == 0
+    assert capsys.readouterr().out.startswith("W=")
+    assert "<h2>1. plain" in page.read_text()
+
+
+@pytest.mark.usefixtures("tiny_bundle")
 def test_temperature_and_seed_choose_another_text(capsys: Capture) -> None:
     outs = []
     for options in ((), ("--temperature", "1", "--seed", "3"), ("--temperature", "1", "--seed", "3")):

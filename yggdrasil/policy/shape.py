@@ -336,7 +336,7 @@ class ContextShape(BestShape):
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:
         state = rows[0].state
-        # the first step has no hidden state if the end of the prompt runs with its tree
+        # a step that also ends the prompt has no hidden state before it
         if len(rows) > 1 or state.hidden_of is None:
             return super().shape_of(rows)
         arms = self.arms(context_key(rows))
