@@ -5,6 +5,7 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head featu
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import blake2b
 
 import pytest
@@ -306,7 +307,9 @@ def force(elastic: ElasticMemory, action: str | None) -> None:
     if action == "expand" and state is MemoryState.RESIDENT:
         elastic.expand_()
         # lent pages are taken first, so that a contraction has to move them
-        elastic.pool._free = dict.fromkeys(reversed(elastic.pool._free))
+        pool = elastic.pool
+        queue = sorted(pool._free, key=lambda page: (pool._has_text(page), -page))
+        pool._free = OrderedDict.fromkeys(queue)
     if action == "settle" and state is MemoryState.RETURNING:
         elastic.settle_()
     if action == "contract" and state is MemoryState.LENT:

@@ -96,6 +96,19 @@ def test_the_end_of_a_released_text_is_taken_first() -> None:
     assert pages.share_(1, TEXT[:49]) == (32, 0)
 
 
+def test_pages_of_drafts_that_were_not_committed_are_taken_before_text() -> None:
+    pool = PagePool(6, num_rows=2, max_indices=200)
+    text = list(range(40))
+    pool.extend_(0, 40)
+    pool.publish_(0, text, 40, 40)
+    pool.release_(0)
+    for _ in range(6):  # more than all pages, one after another
+        pool.extend_(1, 32)
+        pool.trim_(1, 16)
+        pool.check()
+    assert pool.share_(0, text) == (32, 32)
+
+
 def test_flushing_forgets_the_text_of_free_pages(pages: PagePool) -> None:
     fill(pages, 0, TEXT[:33])
     fill(pages, 1, TEXT[40:73])
@@ -176,8 +189,8 @@ def test_expansion_appends_pages_and_contraction_renames_what_rows_own() -> None
     pool.release_(0)
     pool.check()
     # the beginning of the text goes first; free pages in the order of the queue
-    assert pool.contract_(4) == {4: 2, 5: 1}
-    assert pool.table_BP[1, :3].tolist() == [3, 2, 1]
+    assert pool.contract_(4) == {4: 0, 5: 1}
+    assert pool.table_BP[1, :3].tolist() == [3, 0, 1]
     assert (pool.num_pages, pool.num_free) == (4, 1)
     pool.check()
     with pytest.raises(CapacityError, match="2 needed, 1 free"):
@@ -213,6 +226,6 @@ def test_contraction_overwrites_free_pages_without_a_text_first() -> None:
     pool.extend_(2, 16)
     pool.release_(0)
     pool.release_(1)
-    assert pool.contract_(4) == {4: 3}  # not 1, which has been free for longer
+    assert pool.contract_(4) == {4: 2}  # not 1, which has been free for longer
     assert pool.share_(3, tokens) == (32, 32)
     pool.check()

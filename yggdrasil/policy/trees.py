@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from yggdrasil.policy.acceptance import Acceptance
 from yggdrasil.policy.competing import Expected, best_chains
-from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, prompt_budget
-from yggdrasil.policy.gamma.nightjar import MIN_LOSS, PROMPT_VALUE, STAY_STEPS
+from yggdrasil.policy.gamma.budget import PROMPT_TOKENS, PROMPT_VALUE, prompt_budget
+from yggdrasil.policy.gamma.nightjar import MIN_LOSS, STAY_STEPS, WAITING_STEP
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
 from yggdrasil.policy.measured import MeasuredLatency, StepMs
-from yggdrasil.policy.shape import Arms, BestShape, StoppingShape, context_key, grafted
+from yggdrasil.policy.shape import BestShape, StoppingShape, context_key, grafted
 from yggdrasil.state import PLAIN, Shape
 from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
@@ -55,6 +55,19 @@ class TreeParts:
     verify_widths: tuple[int, ...]
     stops: bool
     graft: int = 0
+
+
+class _Draft(NamedTuple):
+    """What a row drafts, and what the calibration expects of it in a batch of such rows.
+
+    Args:
+        shape: Before the limits of its request and of the pages.
+        longest_path: Most nodes of a path of its tree, the root not counted.
+    """
+
+    shape: Shape
+    expected: Expected
+    longest_path: int
 
 
 class TreeGoodput:
@@ -120,28 +133,96 @@ class Trees:
         self._scale = 1.0
         self._next_review = 0  # the number of a step
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
-        self._chains: dict[tuple[int, int, int], Expected | None] = {}
+        self._trees: dict[tuple[int, int, int, int, bool], _Draft] = {}
+        self._chains: dict[tuple[int, int, int, int], _Draft] = {}
 
     def choose(self, load: Load) -> Choice:
         if load.nodes_max:
-            policies = [self._policy(row.state.sampling.temperature) for row in load.rows]
-            arms = [policy.arms(context_key(load.rows), load.batch_size) for policy in policies]
-            is_hopeless = not any(each.calibrated_best for each in arms)
-            best = [each.best_tree if is_hopeless else each.calibrated_best for each in arms]
-            if self._speculates(load, arms, best):
-                whole = (
-                    [each.shapes[index] for each, index in zip(arms, best, strict=True)]
-                    if is_hopeless
-                    else [policy.shape_of(load.rows) for policy in policies]
-                )
-                longest_path = min(policy.acceptance.max_depth for policy in policies)
+            drafts, expected = self._best(load)
+            if self._speculates(load, expected):
+                longest_path = min(each.longest_path for each in drafts)
                 shapes = tuple(
-                    _limited(grafted(shape, self._parts.graft), limit, load.nodes_max, longest_path)
-                    for shape, limit in zip(whole, load.row_limits, strict=True)
+                    _limited(each.shape, limit, load.nodes_max, longest_path)
+                    for each, limit in zip(drafts, load.row_limits, strict=True)
                 )
-                gamma = max(shape.depth for shape in whole)
+                gamma = max(each.shape.depth for each in drafts)
                 return Choice(shapes, load.calibrations, self._menu(load, shapes), gamma)
         return Choice((PLAIN,) * load.batch_size, load.calibrations, VERIFY_ALL)
+
+    def _best(self, load: Load) -> tuple[list[_Draft], Expected]:
+        """What every row drafts, and the step of all rows with the prompts that run along.
+
+        Rows have trees if a tree is the best arm of any of them. Else they compete with chains.
+        """
+        trees = self._trees_of(load)
+        step = _of_batch(trees, load)
+        chains = self._chains_of(load) if load.batch_size > 1 else []
+        if chains:
+            competing = _of_batch(chains, load)
+            if competing.rate(load.batch_size) > step.rate(load.batch_size):
+                # trees compete, too; what they gain by this is not calibrated
+                return trees if self._has_wide_arms(load) else chains, competing
+        return trees, step
+
+    def _has_wide_arms(self, load: Load) -> bool:
+        """Whether Eq. 3 prefers trees, not chains or plain decoding, for any row."""
+        at = context_key(load.rows), load.batch_size
+        arms = [policy.arms(*at) for policy in self._policies(load).values()]
+        return any(each.shapes[each.calibrated_best].width > 1 for each in arms)
+
+    def _trees_of(self, load: Load) -> list[_Draft]:
+        """The tree of every row; the best ones to explore if all of them are hopeless."""
+        at = context_key(load.rows), load.batch_size
+        policies = self._policies(load)
+        is_hopeless = not any(policy.arms(*at).calibrated_best for policy in policies.values())
+        trees = {key: self._tree(policy, load, is_hopeless) for key, policy in policies.items()}
+        return [trees[row.state.sampling.temperature] for row in load.rows]
+
+    def _chains_of(self, load: Load) -> list[_Draft]:
+        """The chain of every row; none if a row's pair was calibrated without chains."""
+        chains = {key: self._chain(policy, load) for key, policy in self._policies(load).items()}
+        of_rows = [chains[row.state.sampling.temperature] for row in load.rows]
+        return [each for each in of_rows if each] if all(chains.values()) else []
+
+    def _policies(self, load: Load) -> dict[float, BestShape]:
+        """The policies of shapes at the temperatures of the rows."""
+        temperatures = {row.state.sampling.temperature for row in load.rows}
+        return {temperature: self._policy(temperature) for temperature in temperatures}
+
+    def _tree(self, policy: BestShape, load: Load, is_hopeless: bool) -> _Draft:
+        """The tree of a row, expected to verify equally many nodes in every row."""
+        key = (id(policy), *_key(load), is_hopeless)
+        if key not in self._trees:
+            arms = policy.arms(context_key(load.rows), load.batch_size)
+            best = arms.best_tree if is_hopeless else arms.calibrated_best
+            shape = arms.shapes[best] if is_hopeless else policy.shape_of(load.rows)
+            alone = Expected(float(arms.gain_M[best]), float(arms.cost_M[best]))
+            expected = self._with_prompts(alone, load.batch_size * int(arms.verify_M[best]), load)
+            self._trees[key] = self._draft(policy, shape, expected)
+        return self._trees[key]
+
+    def _chain(self, policy: BestShape, load: Load) -> _Draft | None:
+        """The chain of a row among rows that compete, by the corrected times and acceptance."""
+        key = context_len, num_rows, waiting = _key(load)
+        known = self._chains.get((id(policy), *key))
+        if known is None:
+            chains = best_chains(
+                policy.acceptance,
+                policy.latency,
+                num_rows=num_rows,
+                context_len=context_len,
+                waiting=waiting,
+                scale=policy.scale,
+            )
+            if chains is None:
+                return None
+            of_row = chains.expected._replace(accepted=chains.expected.accepted / num_rows)
+            shape = chains.shape if self._parts.stops else replace(chains.shape, stop=None)
+            known = self._chains[id(policy), *key] = self._draft(policy, shape, of_row)
+        return known
+
+    def _draft(self, policy: BestShape, shape: Shape, expected: Expected) -> _Draft:
+        return _Draft(grafted(shape, self._parts.graft), expected, policy.acceptance.max_depth)
 
     def _policy(self, temperature: float) -> BestShape:
         """The policy of shapes at a temperature."""
@@ -165,23 +246,18 @@ class Trees:
             widths=parts.widths,
         )
 
-    def _speculates(self, load: Load, arms: Sequence[Arms], best: Sequence[int]) -> bool:
-        """Whether trees emit more per second than plain decoding by prediction; to explore, the reverse.
-
-        Args:
-            arms: Of every row.
-            best: Index of each row's arm.
-        """
+    def _speculates(self, load: Load, trees: Expected) -> bool:
+        """Whether trees emit more per second than plain decoding by prediction; to explore, the reverse."""
         num_rows = load.batch_size
-        gain, tree_ms = self._prediction(load, arms, best)
         restart_ms = 0.0
         if load.previous_gamma == 0 and load.max_lag > 1:
             restart_ms = 1e3 * self.switching_cost(load.max_lag, num_rows)
-        self._predicted_rate = (num_rows + gain) / tree_ms
-        tree_ms = tree_ms / self._goodput(num_rows).estimate + restart_ms / STAY_STEPS
-        plain_ms = self.plain_ms(load)
-        tree_rate = (num_rows + gain) / tree_ms
-        plain_rate = num_rows / plain_ms
+        self._predicted_rate = trees.rate(num_rows)
+        tree_ms = trees.ms / self._goodput(num_rows).estimate + restart_ms / STAY_STEPS
+        plain = self._with_prompts(Expected(0.0, self.plain_ms(load)), num_rows, load)
+        plain_ms = plain.ms
+        tree_rate = self._predicted_rate * trees.ms / tree_ms
+        plain_rate = plain.rate(num_rows)
         is_better = tree_rate > plain_rate
         # the time that a step of the other arm would lose
         loss_ms = (
@@ -194,34 +270,16 @@ class Trees:
         self.exploration_s -= 1e-3 * loss_ms
         return not is_better
 
-    def _prediction(self, load: Load, arms: Sequence[Arms], best: Sequence[int]) -> Expected:
-        """Accepted tokens of all rows, and the time of their step.
-
-        Either every row has its arm, or the rows compete with chains; whichever emits more per millisecond.
-        """
-        of_arms = [
-            Expected(float(each.gain_M[index]), float(each.cost_M[index]))
-            for each, index in zip(arms, best, strict=True)
-        ]
-        found = [_of_batch(of_arms, load)]
-        if load.batch_size > 1:
-            chains = [self._best_chains(row.state.sampling.temperature, load) for row in load.rows]
-            found += [_of_batch([each for each in chains if each], load)] if all(chains) else []
-        return max(found, key=lambda each: (load.batch_size + each.accepted) / each.ms)
-
-    def _best_chains(self, temperature: float, load: Load) -> Expected | None:
-        """What `best_chains` expects of a batch of such rows, by the corrected times and acceptance."""
-        policy = self._policy(temperature)
-        key = (id(policy), context_key(load.rows), load.batch_size)
-        if key not in self._chains:
-            self._chains[key] = best_chains(
-                policy.acceptance,
-                policy.latency,
-                num_rows=load.batch_size,
-                context_len=key[1],
-                scale=policy.scale,
-            )
-        return self._chains[key]
+    def _with_prompts(self, step: Expected, num_tokens: int, load: Load) -> Expected:
+        """A step of this many tokens with the prompts that wait."""
+        if not load.waiting_tokens:
+            return step
+        verify = self._latency.verify
+        prompt_tokens = prompt_budget(verify.sizes, num_tokens, load.waiting_tokens)
+        alone_ms, whole_ms = verify.at_each(
+            (num_tokens, num_tokens + prompt_tokens), context_key(load.rows)
+        )
+        return Expected(step.accepted, step.ms + whole_ms - alone_ms, prompt_tokens)
 
     def _goodput(self, num_rows: int) -> TreeGoodput:
         """That of this number of rows; a new one expects what is known of the next smaller number."""
@@ -321,6 +379,7 @@ class Trees:
         self._latency = latency
         self._corrected.clear()
         self._menus.clear()
+        self._trees.clear()
         self._chains.clear()
 
     @property
@@ -336,10 +395,18 @@ class Trees:
         }
 
 
-def _of_batch(expected: Sequence[Expected], load: Load) -> Expected:
-    """Accepted tokens of all rows that may draft, and the time of the slowest row's step."""
+def _of_batch(drafts: Sequence[_Draft], load: Load) -> Expected:
+    """Accepted tokens of all rows that may draft, and the step of the slowest row."""
+    expected = [draft.expected for draft in drafts]
     accepted = sum(each.accepted for each, limit in zip(expected, load.row_limits, strict=True) if limit)
-    return Expected(accepted, max(each.ms for each in expected))
+    slowest = max(expected, key=lambda each: each.ms)
+    return slowest._replace(accepted=accepted)
+
+
+def _key(load: Load) -> tuple[int, int, int]:
+    """What the expectations depend on: the context, the number of rows, and the prompt tokens that wait."""
+    waiting = -(-load.waiting_tokens // WAITING_STEP) * WAITING_STEP
+    return context_key(load.rows), load.batch_size, waiting
 
 
 def _rows_key(num_rows: int) -> int:

@@ -3,7 +3,8 @@
 ```
 row 0   [ 4 | 7 | 2 ]     pages of its first 48 indices; page 4 is shared: both prompts begin alike
 row 1   [ 4 | 9 ]
-free    3, 8, 5 ...       oldest first; a free page keeps its text until it is taken and can be shared
+free    3, 8, 5 ...       those without text, then oldest first; a free page keeps its text, which can be
+                          shared, until it is taken
 ```
 
 A page id names the same slots in the storages of target and draft. Pages that are lent to the pool belong
@@ -14,6 +15,7 @@ Shapes: P = pages of a row.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -47,7 +49,8 @@ class PagePool:
     def __init__(self, num_pages: int, *, num_rows: int, max_indices: int, device: str = "cpu") -> None:
         self.num_pages = num_pages
         self.table_BP = torch.zeros(num_rows, pages_for(max_indices), dtype=torch.int32, device=device)
-        self._free = dict.fromkeys(range(num_pages))  # a queue; sharing can take a page from its middle
+        # a queue; sharing can take a page from its middle
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._owners = [0] * num_pages
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
         # by row, of the text up to the end of each full page
@@ -83,8 +86,7 @@ class PagePool:
         pages = self._pages[row]
         while len(pages) > pages_for(num_indices):
             page = pages.pop()
-            self._owners[page] -= 1
-            self._free[page] = None
+            self._disown(page)
 
     def share_(self, row: int, tokens: Sequence[int]) -> tuple[int, int]:
         """Give an empty row the pages that already hold the beginning of its text.
@@ -130,9 +132,7 @@ class PagePool:
         The end of the text comes first in the queue, because other requests share beginnings.
         """
         for page in reversed(self._pages[row]):
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
-                self._free[page] = None
+            self._disown(page)
         self._pages[row] = []
         self._digests[row] = []
 
@@ -142,7 +142,7 @@ class PagePool:
         self._owners += [0] * len(new)
         self._digest_of += [None] * len(new)
         self._has_draft += [False] * len(new)
-        self._free.update(dict.fromkeys(new))
+        self._free = OrderedDict.fromkeys(sorted([*self._free, *new], key=self._has_text))
         self.num_pages = num_pages
 
     def contract_(self, num_pages: int) -> dict[int, int]:
@@ -193,6 +193,8 @@ class PagePool:
         counts = f"{len(used)} used and {len(self._free)} free of {self.num_pages} pages"
         assert len(used) + len(self._free) == self.num_pages, counts
         assert not self._free.keys() & set(used), "pages that are free and used"
+        queue = [self._has_text(page) for page in self._free]
+        assert queue == sorted(queue), "a text is lost before all other pages are taken"
         for digest, page in self._page_of.items():
             assert self._digest_of[page] == digest, f"page {page} no longer holds its registered text"
 
@@ -204,8 +206,7 @@ class PagePool:
             for pages in self._pages
             if place < len(pages) and pages[place] >= num_pages
         )
-        remaining = (page for page in self._free if page < num_pages)
-        free = sorted(remaining, key=lambda page: self._digest_of[page] is not None)  # with text last
+        free = [page for page in self._free if page < num_pages]
         if len(evicted) > len(free):
             raise CapacityError(
                 "KV pages to contract into", len(evicted), len(free), "contract when requests have finished"
@@ -230,6 +231,17 @@ class PagePool:
         # assigning a number to a single element would copy from the host and sync
         self.table_BP[row, place : place + 1].fill_(page)
         self._pages[row].append(page)
+
+    def _disown(self, page: int) -> None:
+        """One owner less; a page without owners is free, and the next to be taken if it has no text."""
+        self._owners[page] -= 1
+        if self._owners[page] == 0:
+            self._free[page] = None
+            self._free.move_to_end(page, last=self._has_text(page))
+
+    def _has_text(self, page: int) -> bool:
+        """Whether the page has a full page of a committed text."""
+        return self._digest_of[page] is not None
 
     def _forget(self, page: int) -> None:
         digest = self._digest_of[page]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -115,10 +116,45 @@ def test_rows_that_compete_are_expected_to_gain_more_than_rows_that_share_alike(
     assert Trees(parts, lambda lag, batch_size: 0.0).choose(load).gamma > 0
     step = best_chains(competing, steep, num_rows=8, context_len=0)
     assert step is not None
-    # two drafts deep, one a row on average: each of them is accepted
+    # two drafts deep, one a row on average; of a large batch, each of them is accepted
     draft_ms = LATENCY.draft.at(16, 0) + LATENCY.draft.at(8, 0) + 2 * LATENCY.growth_host_ms
-    assert step == pytest.approx((1.0, draft_ms + LATENCY.step_host_ms + 16.0))
+    accepted = 8 * 0.3 + 7 * (1.0 - 0.3)
+    assert step.expected == pytest.approx((accepted, draft_ms + LATENCY.step_host_ms + 16.0, 0))
+    # the drafts that are not verified are those of the other half
+    assert (step.shape.width, step.shape.depth, step.shape.stop.costs) == (1, 2, (1.0, 1.0))
+    assert Trees(parts, lambda lag, batch_size: 0.0).choose(load).shapes == (step.shape,) * 8
     assert best_chains(alike, steep, num_rows=8, context_len=0) is None
+
+
+def test_rows_grow_trees_where_a_tree_is_the_best_arm_also_if_chains_compete() -> None:
+    pooled = tuple(tuple(0.25 * min(j, 4 * depth) for j in range(4 * depth + 1)) for depth in range(1, 5))
+    acceptance = replace(GOOD, pooled=pooled)
+    load = load_of(2, acceptance=acceptance)
+    assert {shape.width for shape in policy_of(acceptance).choose(load).shapes} == {4}
+
+
+def test_prompts_that_wait_run_in_the_place_of_drafts_that_are_accepted_less_often() -> None:
+    flat = tuple(tuple(1.0 + 0.3 * min(k, depth) for k in range(depth + 1)) for depth in range(1, 5))
+    parts = TreeParts(lambda temperature: Acceptance((0.0,), (0.3,), {1: flat}), LATENCY, (1,), (2,), True)
+    policy = Trees(parts, lambda lag, batch_size: 0.0)
+    load = load_of(8)
+    assert policy.choose(load).gamma > 0  # 16 tokens take the time of one
+    assert policy.choose(replace(load, waiting_tokens=60)).gamma == 0  # 8 drafts or 8 prompt tokens
+
+
+def test_a_choice_reads_the_context_of_the_rows_equally_often_for_any_number_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def counted(rows: Sequence[Row]) -> int:
+        calls.append(len(rows))
+        return 0
+
+    monkeypatch.setattr("yggdrasil.policy.trees.context_key", counted)
+    for num_rows in (2, 32):
+        policy_of().choose(load_of(num_rows))
+    assert calls.count(32) == calls.count(2)
 
 
 def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:

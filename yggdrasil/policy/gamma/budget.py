@@ -5,13 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["PROMPT_TOKENS", "draft_budget", "prompt_budget"]
+__all__ = ["PROMPT_TOKENS", "PROMPT_VALUE", "draft_budget", "prompt_budget"]
 
 # Prompt tokens that run together with decoding rows. More would delay those rows and help the prompt
 # little: wide forwards are bound by arithmetic.
 PROMPT_TOKENS = 32
 PROMPT_SHARE = 8  # while prompts wait, an eighth of the largest graph stays free for them
 MIN_PROMPT_TOKENS = 8  # with fewer per step, a prompt would wait too long for its first token
+# Value of a prompt token in emitted tokens: at 1 prompts displace drafts, at 0.5 rows wait for their
+# prompts (bench/LOG.md).
+PROMPT_VALUE = 0.8
 MIN_FILL = 0.8  # a graph twice as wide takes twice as long, even if half of its tokens are padding
 
 

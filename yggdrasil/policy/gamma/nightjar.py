@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.budget import draft_budget
+from yggdrasil.policy.gamma.budget import PROMPT_VALUE, draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior, SwitchingCost
 from yggdrasil.policy.gamma.protocol import ChainPolicy, Load, Outcome
@@ -33,9 +33,6 @@ WELL_PREDICTED = 0.8
 WAITING_STEP = 8  # waiting prompt tokens are rounded up to a multiple, to have fewer loads to predict
 # Loads whose predictions are kept: twice as many as 64 rows with up to 128 prompt tokens have.
 WAYS_KEPT = 2048
-# Value of a prompt token in emitted tokens: at 1 prompts displace drafts, at 0.5 rows wait for their
-# prompts (bench/LOG.md).
-PROMPT_VALUE = 0.8
 
 
 class PrintedNightjar(ChainPolicy):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from yggdrasil.policy.gamma.bins import BinClock, MeanGoodput
-from yggdrasil.policy.gamma.budget import draft_budget
+from yggdrasil.policy.gamma.budget import PROMPT_VALUE, draft_budget
 from yggdrasil.policy.gamma.estimates import GraphSeconds, PositionAcceptance, StepSeconds, ValueScale
-from yggdrasil.policy.gamma.nightjar import PROMPT_VALUE, Nightjar, PrintedNightjar
+from yggdrasil.policy.gamma.nightjar import Nightjar, PrintedNightjar
 from yggdrasil.policy.gamma.prior import Budget, GoodputPrior
 from yggdrasil.policy.gamma.protocol import BatchPolicy, ChainPolicy, Load, Outcome
 from yggdrasil.policy.gamma.registry import PolicyParts, gamma_policy
