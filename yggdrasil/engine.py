@@ -123,9 +123,10 @@ class Engine:
         self._native = NativeStep(target, draft, self.trace) if in_one_call else None
         self.kept_len = 0
         self._one_thread = threading.RLock()  # a step within `generate` has it already
-        # the request whose text is in the KV of both models, and how many of its tokens each has
+        # the request whose text is in the KV of both models, and how many of its tokens each has; None
+        # during a step, and after one that was interrupted
         self._generating: DecodeState | None = None
-        self._held = (0, 0)
+        self._held: tuple[int, int] | None = (0, 0)
 
     def __repr__(self) -> str:
         steps = "stages of Python" if self._native is None else "C++"
@@ -134,8 +135,8 @@ class Engine:
     def step(self, state: DecodeState, policy: ShapePolicy) -> StepResult:
         """Emit one or more tokens. Steps of several threads run one after the other.
 
-        Text that the KV lacks runs first. If its last chunk leaves no room for a tree, that chunk's forward
-        emits one token, and the policy chooses nothing.
+        Text that the KV lacks runs first; another request may have replaced it there. If its last chunk
+        leaves no room for a tree, that chunk's forward emits one token, and the policy chooses nothing.
 
         Args:
             state: The request; the emitted tokens are added to its tokens.
@@ -150,12 +151,16 @@ class Engine:
         """
         with self._one_thread:
             row = self._row(state)
-            if self._prefill_(row, policy):
+            self._held = None
+            if self._prefill_(row):
                 return self._run(row, WITHOUT_DRAFT, time.perf_counter(), caught_up=True)
             began = time.perf_counter()
             choice = policy.choose([row])
             self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
-            catches_up = choice.shapes[0].depth > 0 and self._catch_up_(row)
+            drafts = choice.shapes[0].depth > 0
+            if drafts and self._prefill_draft_(row):
+                began = time.perf_counter()
+            catches_up = drafts and self._catch_up_(row)
             result = self._run(row, WITHOUT_DRAFT if catches_up else choice, began, caught_up=catches_up)
             result.__dict__["is_guarded"] = policy.is_guard
             policy.observe(result)
@@ -176,9 +181,28 @@ class Engine:
         return result
 
     def _row(self, state: DecodeState) -> Row:
-        """The only row of both caches, without KV that an interrupted step committed beyond the text."""
+        """The only row of both caches, without KV of another text or beyond this one.
+
+        KV that something else wrote after the last step counts as this text's: measurements prefill both
+        caches themselves.
+        """
+        if self._generating is not state and self._holds_text:
+            self._begin_(state, keep=True)
         self._roll_back_(state.root_pos)
         return Row(0, state, self.target.cache.len, self.draft.cache.len)
+
+    def _begin_(self, state: DecodeState, *, keep: bool) -> None:
+        """From here on the caches hold a part of this text and nothing else.
+
+        Args:
+            keep: Leave what this text has in common with the last one.
+        """
+        self._roll_back_(self._num_common(state) if keep else 0)
+        self._generating = state
+        self._note_lengths()
+        # they may be of its last step, before another text
+        state.hidden_of = None
+        state.head = None
 
     def _roll_back_(self, length: int) -> None:
         """Drop the KV of both models from `length` on."""
@@ -186,24 +210,29 @@ class Engine:
             model.cache.rollback_(min(model.cache.len, length))
 
     def _num_common(self, state: DecodeState) -> int:
-        """How many tokens of a new text, before its root, begin the last one, too, and may be in the KV.
-
-        0 if the caches have another length than after the last step: something else wrote into them.
-        """
+        """How many tokens of a text, before its root, begin the last one, too, and may be in the KV."""
         last = self._generating
-        if last is None or self._held != (self.target.cache.len, self.draft.cache.len):
+        if last is None or not self._holds_text:
             return 0
         return _num_equal(last.tokens[: last.root_pos], state.tokens[: state.root_pos])
+
+    @property
+    def _holds_text(self) -> bool:
+        """Whether the KV before its root is that of the last text.
+
+        If the caches have another length than after the last step, something else wrote into them. An
+        interrupted step writes only from the root on.
+        """
+        return self._held in (None, (self.target.cache.len, self.draft.cache.len))
 
     def _note_lengths(self) -> None:
         self._held = (self.target.cache.len, self.draft.cache.len)
 
-    def _prefill_(self, row: Row, policy: ShapePolicy) -> bool:
-        """Run the text that the KV lacks; the target's last chunk of it is left to the step.
+    def _prefill_(self, row: Row) -> bool:
+        """Run the text that the target's KV lacks; its last chunk is left to the step.
 
         Returns:
-            Whether that chunk has no room for a tree. Then the draft's KV is left to the next step, so that
-            the first token does not wait for it.
+            Whether that chunk has no room for a tree.
         """
         state = row.state
         num_lacking = state.root_pos - row.target_len
@@ -212,13 +241,22 @@ class Engine:
             with self.trace.stage("prefill"):
                 prefill(self.target, state.tokens[: state.root_pos - last_chunk])
             row.target_len = self.target.cache.len
-            if last_chunk > min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest):
-                return True
-        if policy.drafts and row.draft_len < state.prompt_len - 1:
-            with self.trace.stage("prefill"):
-                prefill(self.draft, state.tokens[: min(state.prompt_len, state.root_pos)])
-            row.draft_len = self.draft.cache.len
+            return last_chunk > min(MAX_MERGED_TOKENS, self.target.prefill_chunk - self.target.widest)
         return False
+
+    def _prefill_draft_(self, row: Row) -> bool:
+        """Run the prompt that the draft's KV lacks, if the text has just begun; whether it lacked any.
+
+        Only a step that drafts does so. Plain decoding does not wait for the draft, nor does the first
+        token after a long end of the prompt.
+        """
+        state = row.state
+        if state.num_emitted > 1 or row.draft_len >= state.prompt_len - 1:
+            return False
+        with self.trace.stage("prefill"):
+            prefill(self.draft, state.tokens[: min(state.prompt_len, state.root_pos)])
+        row.draft_len = self.draft.cache.len
+        return True
 
     def _catch_up_(self, row: Row) -> bool:
         """Run one chunk of the text that the draft's KV lacks, if it lacks that much; whether it ran.
@@ -313,8 +351,7 @@ class Engine:
             raise ConfigError("grammar", config.grammar.source, "left out for a tree; `generate` takes it")
         state = DecodeState(tokens, sampling.ending_with(self.eos_tokens, self.target.vocab))
         with self._one_thread:
-            self._roll_back_(0)
-            self._generating = state
+            self._begin_(state, keep=False)
             prefill(self.target, tokens[:-1])
             self._note_lengths()
         return DecodingTree(
@@ -331,6 +368,7 @@ class Engine:
         """A block in which this text alone uses the KV of both models, and has room for a token."""
         with self._one_thread:
             self._require_own_text(state)
+            self._held = None
             if len(state.tokens) >= self.max_context:
                 fix = "shorten the prompt or compile with a larger --max-context"
                 raise CapacityError("context is full", 1, 0, fix)
@@ -367,10 +405,8 @@ class Engine:
         if config.stop and self.tokenizer is not None:
             stream = TextStream(self.tokenizer, config.stop, prompt)
         state = DecodeState(prompt, sampling, grammar=grammar, inspect=config.inspect)
-        self._roll_back_(self._num_common(state) if keep else 0)
-        self._generating = state  # from here on the caches hold a part of this text and nothing else
+        self._begin_(state, keep=keep)
         self.kept_len = self.target.cache.len
-        self._note_lengths()
         while (before := state.num_emitted) < limit:
             self._require_own_text(state)
             result = self.step(state, policy)

@@ -16,7 +16,7 @@ from yggdrasil.config import GenerateConfig, GrammarConfig, SamplingConfig
 from yggdrasil.errors import CapacityError, ConfigError, ShapeNotCompiled, YggError
 from yggdrasil.page_order import by_slot
 from yggdrasil.policy.uncalibrated import plain_policy
-from yggdrasil.state import PLAIN, Shape
+from yggdrasil.state import PLAIN, DecodeState, Shape
 from yggdrasil.step import decoding_tree
 from yggdrasil.step.decoding_tree import DecodingTree
 
@@ -183,10 +183,26 @@ def test_a_tree_ends_where_another_text_begins(pair: Pair) -> None:
         next(steps)
 
 
-def test_what_a_tree_wrote_is_not_kept_by_a_later_text(pair: Pair) -> None:
-    expected = pair.generate(PROMPT, max_new_tokens=20, plain=True).text
-    decode(pair, pair.tree(PROMPT, SAMPLINGS["sampled"]), [Shape(4, 4)])
-    assert pair.generate(PROMPT, max_new_tokens=20).text == expected
+def test_what_a_tree_wrote_changes_no_later_text(pair: Pair) -> None:
+    """Also where the tree has drafts that were not verified, and where the text begins alike."""
+    expected = plain_text(pair, SamplingConfig(), 20)
+    tokens = pair.tokens(PROMPT)
+    config = GenerateConfig(max_new_tokens=20, ignore_eos=True)
+
+    def write_tree() -> None:
+        tree = pair.tree(PROMPT, SAMPLINGS["sampled"])
+        decode(pair, tree, [Shape(4, 4)])
+        tree.grow_with(pair.engine.draft, Shape(4, 4))
+
+    for keep in (False, True):
+        write_tree()
+        steps = pair.engine.generate(tokens, pair.policy(), config, keep=keep)
+        assert [token for result in steps for token in result.tokens] == expected
+    write_tree()
+    state = DecodeState(list(tokens))
+    while state.num_emitted < 20:
+        pair.engine.step(state, pair.policy(shape=Shape(4, 4)))
+    assert list(state.emitted)[:20] == expected
 
 
 @pytest.mark.parametrize("name", ("draft_rows", "prune_rows", "verify_rows", "follow", "commit_row_"))

@@ -5,6 +5,8 @@ Shapes: P = pages, L = layers, G = KV heads, S = slots of a page, F = head featu
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from yggdrasil import engine as engine_module
 from yggdrasil.config import GenerateConfig, SamplingConfig
 from yggdrasil.engine import Engine
+from yggdrasil.errors import YggError
 from yggdrasil.models.protocol import TokenModel
 from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
@@ -171,6 +174,81 @@ def test_an_interrupted_step_or_prompt_leaves_no_wrong_kv(
     assert write(tiny, second, keep=True) == expected
 
 
+@pytest.mark.parametrize("sampling", (GREEDY, SAMPLED), ids=("greedy", "sampled"))
+@pytest.mark.parametrize("shape", (PLAIN, Shape(4, 3)), ids=str)
+def test_steps_of_several_texts_may_alternate(
+    tiny: LoadedPair, shape: Shape, sampling: SamplingConfig
+) -> None:
+    """Each finds another text in the KV; some of them begin alike."""
+    prompts = [tiny.tokenizer.encode(turn) for turn in TURNS[:3]]
+    alone = [write(tiny, prompt, sampling, keep=False, plain=True) for prompt in prompts]
+    states = [DecodeState(list(prompt), sampling) for prompt in prompts]
+    policy = tiny.policy(shape=shape)
+    while min(state.num_emitted for state in states) < 24:
+        for state in states:
+            tiny.engine.step(state, policy)
+    assert [list(state.emitted)[:24] for state in states] == alone
+
+
+@pytest.mark.parametrize("stage", ("prefill", "_run"))
+def test_a_step_after_an_interrupted_one_of_another_text_has_its_own_kv(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """The interrupted step has written KV, and has not noted it."""
+    engine = tiny.engine
+    policy = tiny.policy(shape=Shape(4, 3))
+    first, second = (DecodeState(tiny.tokenizer.encode(4 * turn)) for turn in (TURNS[0], TURNS[4]))
+    expected = write(tiny, second.tokens, keep=False, plain=True)
+    prompt = slice(second.root_pos)
+    expected_kv = stored(engine.target)[:, :, :, prompt]
+    where = engine_module if stage == "prefill" else engine
+    written = getattr(where, stage)
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        written(*args, **options)
+        raise KeyboardInterrupt
+
+    engine.step(second, policy)
+    with monkeypatch.context() as patched:
+        patched.setattr(where, stage, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(first, policy)
+    while second.num_emitted < 24:
+        engine.step(second, policy)
+    assert list(second.emitted)[:24] == expected
+    assert torch.equal(stored(engine.target)[:, :, :, prompt], expected_kv)
+
+
+def test_a_generation_ends_where_a_step_writes_another_text(tiny: LoadedPair) -> None:
+    first, second = (tiny.tokenizer.encode(turn) for turn in (TURNS[0], TURNS[4]))
+    steps = tiny.engine.generate(first, tiny.policy(), GenerateConfig(max_new_tokens=24, ignore_eos=True))
+    next(steps)
+    tiny.engine.step(DecodeState(list(second)), tiny.policy())
+    with pytest.raises(YggError, match="another generation has begun"):
+        next(steps)
+
+
+def test_the_draft_runs_a_prompt_only_for_a_step_that_drafts(
+    tiny: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny.engine
+    prompt = tiny.tokenizer.encode(TURNS[1])
+    counts = computed(engine, monkeypatch)
+    plain, drafting = (tiny.policy(shape=shape, guard=False) for shape in (PLAIN, Shape(4, 3)))
+    state = DecodeState(list(prompt))
+    engine.step(state, drafting)
+    assert engine.draft.cache.len >= len(prompt) - 1
+    assert counts["draft"] == len(prompt) - 1
+    state = DecodeState(tiny.tokenizer.encode(TURNS[4]) * 3)
+    counts["draft"] = 0
+    for _ in range(4):
+        engine.step(state, plain)
+    assert counts["draft"] == engine.draft.cache.len == 0
+    # a text that is under way does not wait for its whole prompt
+    assert engine.step(state, drafting).caught_up
+    assert counts["draft"] == engine.draft.prefill_chunk
+
+
 def test_caches_that_something_else_wrote_are_not_kept(tiny: LoadedPair) -> None:
     first, second = (tiny.tokenizer.encode(turn) for turn in TURNS[:2])
     other = tiny.tokenizer.encode(TURNS[4])
@@ -182,8 +260,5 @@ def test_caches_that_something_else_wrote_are_not_kept(tiny: LoadedPair) -> None
     assert write(tiny, second, keep=True) == expected
     assert tiny.engine.kept_len == 0
     state = DecodeState(list(other))
-    for model in (tiny.engine.target, tiny.engine.draft):
-        model.cache.rollback_(0)
-        prefill(model, other[:-1])
     tiny.engine.step(state, tiny.policy(shape=PLAIN))
     assert write(tiny, second, keep=True) == expected

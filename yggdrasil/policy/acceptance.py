@@ -1,6 +1,6 @@
 """From the draft's probabilities to measured acceptance: first for each edge, then for each path.
 
-Shapes: M = knots, or positions of a text.
+Shapes: M = knots, or positions of a text; D = depths of a chain, J = entries of a table, N = cases.
 """
 
 from __future__ import annotations
@@ -82,6 +82,30 @@ class Acceptance:
         low = min(int(place), len(row) - 2)
         return row[low] + (place - low) * (row[low + 1] - row[low])
 
+    def chains_accepted(
+        self, drafts_per_row: Sequence[float]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Mean accepted tokens of a row with chains of every depth.
+
+        Args:
+            drafts_per_row: Of each of N cases: mean verified draft tokens of a row.
+
+        Returns:
+            (D, N) if the most likely draft tokens of a large batch are verified, as `pooled_accepted`; and
+            (D, N) if every row verifies equally many.
+        """
+        drafts_N = np.asarray(drafts_per_row)
+        pooled_DN = _interpolated(self._pooled_DJ, drafts_N * POOL_STEPS)
+        return pooled_DN, _interpolated(self._alike_DJ, drafts_N)
+
+    @cached_property
+    def _pooled_DJ(self) -> npt.NDArray[np.float64]:
+        return _rectangle(self.pooled)
+
+    @cached_property
+    def _alike_DJ(self) -> npt.NDArray[np.float64]:
+        return _rectangle(self.aal[1][: len(self.pooled)]) - 1.0
+
     def expected_emitted(self, width: int, depth: int, verify: int) -> float:
         """AAL(W, D, K), measured on the calibration text."""
         row = self.aal[width][depth - 1]
@@ -134,6 +158,25 @@ class AcceptanceTable:
         return cls(
             {float(key): Acceptance.from_json(value) for key, value in payload["by_temperature"].items()}
         )
+
+
+def _rectangle(rows: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+    """The rows, each continued with its last entry up to the longest one's length."""
+    longest = max(map(len, rows))
+    return np.array([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
+
+
+def _interpolated(
+    rows_DJ: npt.NDArray[np.float64], places_N: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """(D, N) every row at every place, linear between entries, the last entry after its end."""
+    last = rows_DJ.shape[1] - 1
+    places_N = places_N.clip(max=last)
+    low_N = places_N.astype(np.int64).clip(max=last - 1)
+    low_DN: npt.NDArray[np.float64] = rows_DJ[:, low_N]
+    high_DN: npt.NDArray[np.float64] = rows_DJ[:, low_N + 1]
+    place_N: npt.NDArray[np.float64] = places_N - low_N
+    return (1.0 - place_N) * low_DN + place_N * high_DN
 
 
 def fit_platt(log_probs_MC: npt.NDArray[np.floating], is_next_MC: npt.NDArray[np.bool_]) -> PlattScale:

@@ -61,10 +61,6 @@ class Guard(ShapePolicy):
     _steps_since_plain: int = field(default=CHECK_INTERVAL, init=False, repr=False)
     _checks_left: int = field(default=0, init=False, repr=False)
 
-    @property
-    def drafts(self) -> bool:
-        return self.inner.drafts
-
     def choose(self, rows: Sequence[Row]) -> Choice:
         is_plain = not self.speculating or self._checks_left
         return (self.plain if is_plain else self.inner).choose(rows)

@@ -1,4 +1,7 @@
-"""T_draft(W) and T_verify(K), measured on this machine, at any context length."""
+"""T_draft(W) and T_verify(K), measured on this machine, at any context length.
+
+Shapes: M = token counts, S = sizes of graphs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 __all__ = ["BUSY_FACTOR", "Curve", "LatencyModel"]
 
@@ -51,6 +57,17 @@ class Curve:
         if full == 0:
             return self.at(rest, context_len)
         return full * self.at(self.sizes[-1], context_len) + (self.at(rest, context_len) if rest else 0.0)
+
+    def graphs_each_ms(
+        self, num_tokens_M: npt.NDArray[np.int64], context_len: int
+    ) -> npt.NDArray[np.float64]:
+        """`graphs_ms` for many token counts."""
+        sizes_S = np.array(self.sizes)
+        ms_S = np.array(self.at_each(self.sizes, context_len))
+        full_M, rest_M = np.divmod(num_tokens_M, sizes_S[-1])
+        rest_ms_M = np.where(rest_M, ms_S[sizes_S.searchsorted(rest_M)], 0.0)
+        all_ms_M: npt.NDArray[np.float64] = full_M * ms_S[-1] + rest_ms_M
+        return all_ms_M
 
     def marginal_ms(self, most: int, context_len: int) -> list[float]:
         """Milliseconds that each further token adds, up to `most` tokens; the first adds 0.

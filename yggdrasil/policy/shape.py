@@ -58,11 +58,6 @@ class ShapePolicy:
 
     is_guard: ClassVar[bool] = False
 
-    @property
-    def drafts(self) -> bool:
-        """Whether any step may run the draft."""
-        return True
-
     def choose(self, rows: Sequence[Row]) -> Choice:
         """The shapes of the next step and the numbers that it reads; called once per step.
 
@@ -92,10 +87,6 @@ class FixedShape(ShapePolicy):
     _choices: dict[tuple[int, ...], tuple[Shape, Choice]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    @property
-    def drafts(self) -> bool:
-        return self.shape.depth > 0
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         shape = self.shape_of(rows)
@@ -158,16 +149,19 @@ def context_key(rows: Sequence[Row]) -> int:
     return max(row.state.root_pos for row in rows) // CONTEXT_STEP * CONTEXT_STEP
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arms:
-    """Every (W, D, K) of the menu at one context length as arrays, plain decoding first.
+    """Every (W, D, K) of the menu as arrays, plain decoding first.
 
     Args:
         shapes: (W, D) of every arm; pruning chooses K.
+        width_M: (M,) W; 1 for plain decoding.
         depth_M: (M,) D; 0 for plain decoding.
         verify_M: (M,) the K that the arm's cost assumes.
         gain_M: (M,) accepted tokens of a row, AAL - 1, on the calibration text; 0 for plain decoding.
-        cost_M: (M,) milliseconds of a step over all rows; infinite if no graph holds its nodes.
+        latency: Gives the cost of every arm.
+        context_len: Tokens of context.
+        num_rows: Rows of a step.
     """
 
     shapes: tuple[Shape, ...]
@@ -175,7 +169,8 @@ class Arms:
     depth_M: npt.NDArray[np.int64]
     verify_M: npt.NDArray[np.int64]
     gain_M: npt.NDArray[np.float64]
-    cost_M: npt.NDArray[np.float64]
+    latency: LatencyModel
+    context_len: int
     num_rows: int = 1
 
     @classmethod
@@ -188,7 +183,7 @@ class Arms:
         verify_widths: Sequence[int],
         context_len: int,
     ) -> Arms:
-        """The arms of a menu. Cost: a millisecond."""
+        """The arms of a menu. Cost: some milliseconds."""
         shapes = [Shape(width, depth) for width in widths for depth in range(1, acceptance.max_depth + 1)]
         rows = [(PLAIN, 1, 0, 1, 0.0)] + [
             (
@@ -203,13 +198,31 @@ class Arms:
         ]
         chosen, *columns = zip(*rows, strict=True)
         width_M, depth_M, verify_M, gain_M = map(np.array, columns)
-        cost_M = _costs(width_M, depth_M, verify_M, latency, context_len)
-        return cls(chosen, width_M, depth_M, verify_M, gain_M, cost_M)
+        return cls(chosen, width_M, depth_M, verify_M, gain_M, latency, context_len)
 
     def at(self, latency: LatencyModel, context_len: int, num_rows: int = 1) -> Arms:
-        """The same arms at another context length or for more rows. Cost: some microseconds."""
-        cost_M = _costs(self.width_M, self.depth_M, self.verify_M, latency, context_len, num_rows)
-        return replace(self, cost_M=cost_M, num_rows=num_rows)
+        """The same arms at another context length or for more rows."""
+        return replace(self, latency=latency, context_len=context_len, num_rows=num_rows)
+
+    @cached_property
+    def cost_M(self) -> npt.NDArray[np.float64]:
+        """(M,) `LatencyModel.step_ms` over all rows; infinite if no graph holds the nodes.
+
+        Cost: some ten microseconds.
+        """
+        latency = self.latency
+        num_rows = self.num_rows
+        context_len = self.context_len
+        draft_M = latency.draft.graphs_each_ms(num_rows * self.width_M, context_len)
+        verified_M = num_rows * self.verify_M
+        largest = latency.verify.sizes[-1]
+        verify_ms_M = latency.verify.graphs_each_ms(verified_M.clip(max=largest), context_len)
+        if num_rows > 1:
+            verify_ms_M[verified_M > largest] = np.inf
+        drafting_M = latency.draft.graphs_ms(2 * num_rows, context_len) + (self.depth_M - 1) * draft_M
+        cost_M = drafting_M + self.depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
+        plain_M = latency.plain_share * verify_ms_M + latency.plain_host_ms
+        return np.where(self.depth_M == 0, plain_M, cost_M)
 
     def best(self, growth_D: npt.NDArray[np.floating] | float = 1.0, rate: float | None = None) -> int:
         """Index of the arm that Eq. 3 prefers; among equals that of the smaller tree.
@@ -247,27 +260,6 @@ class Arms:
         return float(emitted / self.cost_M[self.calibrated_best])
 
 
-def _costs(
-    width_M: npt.NDArray[np.int64],
-    depth_M: npt.NDArray[np.int64],
-    verify_M: npt.NDArray[np.int64],
-    latency: LatencyModel,
-    context_len: int,
-    num_rows: int = 1,
-) -> npt.NDArray[np.float64]:
-    """Milliseconds of a step of every arm: `LatencyModel.step_ms`, over several rows."""
-    widths, of_width_M = np.unique(width_M, return_inverse=True)
-    verified, of_verify_M = np.unique(verify_M, return_inverse=True)
-    draft = latency.draft
-    draft_M = np.array([draft.graphs_ms(num_rows * width, context_len) for width in widths])[of_width_M]
-    verify_ms = latency.verify.at_each((num_rows * verified).tolist(), context_len)
-    fits = (num_rows == 1) | (num_rows * verified <= latency.verify.sizes[-1])
-    verify_ms_M = np.where(fits, verify_ms, np.inf)[of_verify_M]
-    drafting_M = draft.graphs_ms(2 * num_rows, context_len) + (depth_M - 1) * draft_M
-    cost_M = drafting_M + depth_M * latency.growth_host_ms + latency.step_host_ms + verify_ms_M
-    return np.where(depth_M == 0, latency.plain_share * verify_ms_M + latency.plain_host_ms, cost_M)
-
-
 @dataclass(kw_only=True)
 class BestShape(FixedShape):
     """The (W, D) that maximises Eq. 3 at the current context length; chains and plain decoding included.
@@ -283,15 +275,11 @@ class BestShape(FixedShape):
     _arms: dict[tuple[int, int], Arms] = field(default_factory=dict, init=False, repr=False, compare=False)
     scale: float = 1.0
 
-    @property
-    def drafts(self) -> bool:
-        return True
-
     def corrected(self, latency: LatencyModel, scale: float) -> Self:
         """The policy at another latency, whose trees accept `scale` times what this one expects."""
-        arms = self.arms(0).at(latency, 0)
+        arms = self.arms(0)
         policy = replace(self, latency=latency, scale=scale * self.scale)
-        policy._arms[0, 1] = replace(arms, gain_M=scale * arms.gain_M)
+        policy._arms[0, 1] = replace(arms, latency=latency, gain_M=scale * arms.gain_M)
         return policy
 
     def shape_of(self, rows: Sequence[Row]) -> Shape:

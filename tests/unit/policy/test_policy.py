@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from yggdrasil.offline.latencies import curve_json
 from yggdrasil.policy.acceptance import Acceptance, AcceptanceTable, TreeRecord, fit_acceptance
-from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.objective import speedup
 from yggdrasil.policy.shape import REPEATS, Arms, BestShape, FixedShape, StoppingShape, best_shape, grafted
@@ -172,6 +172,30 @@ def test_the_pooled_table_equals_one_computed_by_hand() -> None:
     assert Acceptance.from_json(json.loads(json.dumps(calibrated.to_json()))) == calibrated
 
 
+def test_chains_of_every_depth_equal_those_computed_one_by_one() -> None:
+    rng = np.random.default_rng(4)
+    chains = [
+        TreeRecord(1, (0.0, *(-rng.exponential(size=5)).cumsum().tolist()), (True, *(rng.random(5) < 0.6)))
+        for _ in range(40)
+    ]
+    calibrated = fit_acceptance(chains)
+    drafts = [0.0, 0.1, 0.5, 1.0, 1.3, 2.75, 4.9, 5.0, 7.5]
+    pooled_DN, alike_DN = calibrated.chains_accepted(drafts)
+    for depth in range(1, 6):
+        pooled = [calibrated.pooled_accepted(depth, count) for count in drafts]
+        assert pooled_DN[depth - 1] == pytest.approx(pooled)
+        emitted = [calibrated.expected_emitted(1, depth, 1 + count) for count in range(10)]
+        assert alike_DN[depth - 1] == pytest.approx(np.interp(drafts, range(10), emitted) - 1.0)
+
+
+def test_the_time_of_graphs_is_the_same_for_one_count_and_for_many() -> None:
+    curve = Curve((10, 100), (2, 4, 8), ((1.0, 1.5, 2.5), (2.0, 3.5, 6.5)))
+    counts = [1, 2, 3, 4, 7, 8, 9, 12, 16, 17, 80]
+    for context_len in (0, 10, 55, 400):
+        each_ms = [curve.graphs_ms(count, context_len) for count in counts]
+        assert curve.graphs_each_ms(np.array(counts), context_len) == pytest.approx(each_ms)
+
+
 def test_growth_stops_after_a_step_that_adds_less_than_its_cost() -> None:
     menu = {
         "acceptance": acceptance([1.2, 1.3, 1.3], [1.5, 3.5, 3.6]),
@@ -205,16 +229,6 @@ def test_what_repeats_is_verified_as_far_as_it_gains_without_the_time_of_a_draft
     assert choice.menu.growth_ms == 0.0
     for nodes, ms in zip(choice.menu.nodes, choice.menu.ms, strict=True):
         assert ms == LATENCY.step_ms(1, 0, 1 + nodes, 10)
-
-
-def test_only_policies_that_may_draft_need_the_draft() -> None:
-    menu = {"latency": LATENCY, "verify_widths": VERIFY_WIDTHS}
-    repeats = FixedShape(REPEATS, USELESS, **menu)
-    assert not repeats.drafts
-    assert not FixedShape(PLAIN, USELESS, **menu).drafts
-    assert not Guard(repeats, LATENCY).drafts
-    assert FixedShape(Shape(1, 1), USELESS, **menu).drafts
-    assert BestShape(shape=PLAIN, acceptance=USELESS, widths=WIDTHS, **menu).drafts
 
 
 def test_a_static_tree_gets_no_graft() -> None:
