@@ -14,7 +14,7 @@ from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.uncalibrated import plain_policy
 from yggdrasil.serve.messages import FunctionDefinition, Tool
 from yggdrasil.serve.openai import ChatRequest
-from yggdrasil.serve.structured import forced_call
+from yggdrasil.serve.structured import forced_call, possible_calls
 from yggdrasil.serve.tools import FORMATS, parsed
 from yggdrasil.serve.wire import ApiError
 from yggdrasil.state import Shape
@@ -72,6 +72,18 @@ def test_with_several_tools_one_of_them_is_called(tiny: LoadedPair) -> None:
     text = written(tiny, OFFERED, "json", 1.0, plain=False)
     [(name, _)] = parsed(text, FORMATS["json"], ["weather", "stop"]).calls
     assert name in ("weather", "stop")
+
+
+@pytest.mark.parametrize("kind", ("array", "string", ["array", "null"], 3, None))
+def test_arguments_that_cannot_be_an_object_are_refused(kind: Any) -> None:
+    """No parser of calls would read them."""
+    function = {"name": "add", "parameters": {"type": kind}, "strict": True}
+    tools = [*OFFERED, Tool.model_validate({"type": "function", "function": function})]
+    for grammar in (forced_call, possible_calls):
+        with pytest.raises(ApiError, match="parameters of 'add' have type .*; they must be an object"):
+            grammar(tools, FORMATS["hermes"])
+    function["parameters"] = {"type": ["object", "null"]}
+    forced_call([Tool.model_validate({"type": "function", "function": function})], FORMATS["hermes"])
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:

@@ -156,7 +156,12 @@ def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: For
     """The schema of a call of one of these tools, whose arguments have these schemas.
 
     Each has an id, because its references begin at its own root.
+
+    Raises:
+        ApiError: a schema has no instance that is an object, which arguments are.
     """
+    for tool, schema in zip(tools, parameters, strict=True):
+        _check_object(tool.function.name, schema)
     calls = [
         {
             "type": "object",
@@ -170,6 +175,13 @@ def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: For
         for place, (tool, schema) in enumerate(zip(tools, parameters, strict=True))
     ]
     return {"anyOf": calls}
+
+
+def _check_object(name: str, schema: dict[str, Any]) -> None:
+    kinds = schema.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        message = f"tools: the parameters of {name!r} have type {json.dumps(kinds)}; they must be an object"
+        raise ApiError(400, message, param="tools")
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
