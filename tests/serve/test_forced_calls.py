@@ -74,7 +74,7 @@ def test_with_several_tools_one_of_them_is_called(tiny: LoadedPair) -> None:
     assert name in ("weather", "stop")
 
 
-@pytest.mark.parametrize("kind", ("array", "string", ["array", "null"], 3, None))
+@pytest.mark.parametrize("kind", ("array", "string", ["array", "null"]))
 def test_arguments_that_cannot_be_an_object_are_refused(kind: Any) -> None:
     """No parser of calls would read them."""
     function = {"name": "add", "parameters": {"type": kind}, "strict": True}

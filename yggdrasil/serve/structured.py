@@ -19,6 +19,7 @@ from yggdrasil.text.grammar import WHITESPACE
 __all__ = ["ResponseFormat", "forced_call", "possible_calls", "structured"]
 
 ANY_OBJECT = {"type": "object"}
+OTHER_TYPES = ("array", "boolean", "integer", "null", "number", "string")  # whose instances are no objects
 FORMAT_FIELDS = ("name", "description", "schema", "strict")
 COMBINING = frozenset({"allOf", "if", "dependentSchemas", "unevaluatedProperties"})
 ADDING = frozenset({"properties", "anyOf", "oneOf", "not", "$ref", "$dynamicRef"})
@@ -178,8 +179,9 @@ def _call(parameters: Sequence[dict[str, Any]], tools: Sequence[Tool], form: For
 
 
 def _check_object(name: str, schema: dict[str, Any]) -> None:
+    """Types that JSON schemas do not have are left to the compiler, which names their place."""
     kinds = schema.get("type", "object")
-    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+    if all(kind in OTHER_TYPES for kind in (kinds if isinstance(kinds, list) else [kinds])):
         message = f"tools: the parameters of {name!r} have type {json.dumps(kinds)}; they must be an object"
         raise ApiError(400, message, param="tools")
 
