@@ -159,6 +159,7 @@ class Engine:
             self.trace.note(("policy",), (began * 1e3, time.perf_counter() * 1e3))
             drafts = choice.shapes[0].depth > 0
             if drafts and self._prefill_draft_(row):
+                # the step's time, which the guard compares with a plain step's, is without the prompt's
                 began = time.perf_counter()
             catches_up = drafts and self._catch_up_(row)
             result = self._run(row, WITHOUT_DRAFT if catches_up else choice, began, caught_up=catches_up)
@@ -200,7 +201,7 @@ class Engine:
         self._roll_back_(self._num_common(state) if keep else 0)
         self._generating = state
         self._note_lengths()
-        # they may be of its last step, before another text
+        # its last step may have left them, and another text has used the models since
         state.hidden_of = None
         state.head = None
 
