@@ -156,8 +156,8 @@ def _show_profile(pair: Any, options: argparse.Namespace) -> None:
             )
             print(f"{context:7d} {size:7d}  {drafting}  {latency.verify.at(size, context):10.3f}")
     print(
-        f"host: {latency.growth_host_ms:.3f} ms per growth step, {latency.step_host_ms:.3f} per step, "
-        f"{latency.plain_host_ms:.3f} per plain step; "
+        f"outside these times: {latency.growth_host_ms:.3f} ms per growth step, "
+        f"{latency.step_host_ms:.3f} per step, {latency.plain_host_ms:.3f} per plain step; "
         f"the target without a draft in between takes {latency.plain_share:.2f} of these times"
     )
     for path in (plot_latency(pair, options.out), plot_acceptance(pair, options.out)):

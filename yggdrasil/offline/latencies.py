@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import product
@@ -17,7 +18,7 @@ from yggdrasil.config import GenerateConfig
 from yggdrasil.engine import Engine
 from yggdrasil.models.packing import pack_chain_
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.policy.latency import Curve
+from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import ContextShape, FixedShape
 from yggdrasil.policy.switching import SwitchTable
 from yggdrasil.policy.uncalibrated import plain_policy
@@ -41,11 +42,14 @@ __all__ = [
 ROUNDS = 9
 MIN_ROUNDS = 2
 CURVE_SECONDS = 10.0  # no round of a curve starts later
-HOST_RUNS = 4
+HOST_RUNS = 8
+HOST_SECONDS = 1.0  # no step of such a run starts later
 RUN_SECONDS = 2.0  # no step of a measured text starts later
 IN_STEP_MS = 20.0  # a target that takes longer fills the caches with its weights in a step, too
 IN_STEP_WIDTH = 4
-IN_STEP_STEPS = 8  # of each size
+IN_STEP_TURNS = 8
+IN_STEP_STEPS = 2  # of each size in each turn
+MIN_FACTOR = 0.25  # a measured factor below was disturbed by another program
 SWITCH_ROUNDS = 3
 SWITCH_SECONDS = 0.5  # no round of a lag and batch size starts later
 SWITCH_CHUNKS = 4  # most full draft graphs that are measured; more take time in proportion
@@ -110,9 +114,10 @@ def in_step_curves(
 
     Steps repeat a few graphs and call them from C++. In `latency_curve` all graphs take turns, and Python
     calls them. So there a target that fits in the processor's caches may take half as long again, and
-    wide trees, which share that time among more tokens, look too good. Steps of one shape run for every
-    size that a step verifies. A size's factor is the median of measured over expected milliseconds. Larger
-    sizes get the factor of the largest.
+    wide trees, which share that time among more tokens, look too good. The sizes that a step verifies take
+    turns, so drift affects all alike. A size's factor is the median of measured over expected milliseconds.
+    Larger sizes get the factor of the largest. The draft's factor is that of the forwards after a step's
+    first one; `host_milliseconds` has the rest of the first.
 
     Args:
         policy: Its latency has both curves; its shape does not matter.
@@ -120,7 +125,7 @@ def in_step_curves(
     Returns:
         The curves; as they were if one forward of the target takes over IN_STEP_MS.
 
-    Cost: IN_STEP_STEPS steps for each size.
+    Cost: IN_STEP_TURNS * IN_STEP_STEPS steps for each size.
     """
     draft = policy.latency.draft
     verify = policy.latency.verify
@@ -128,27 +133,41 @@ def in_step_curves(
         return draft, verify
     engine = _recorded(engine)
     width = min(IN_STEP_WIDTH, engine.draft.num_candidates)
-    drafting: list[float] = []
-    factors: list[float] = []
     sizes = [size for size in verify.sizes if size <= policy.verify_widths[-1]] or verify.sizes[:1]
-    for size in sizes:
+    drafting: dict[int, list[float]] = defaultdict(list)
+    verifying: dict[int, list[float]] = defaultdict(list)
+    state = _prefilled(engine, prompt)
+    for size in [*sizes] * IN_STEP_TURNS:
         depth = min(max_depth, max(1, -(-(size - 1) // width)))
         chosen = replace(policy, shape=Shape(width, depth, size))
-        state = _prefilled(engine, prompt)
-        verifying: list[float] = []
         for _ in range(IN_STEP_STEPS):
             if len(state.tokens) + depth + 1 > engine.max_context:
                 state = _prefilled(engine, prompt)
             before = _clock(engine)
             result = engine.step(state, chosen)
             _, _, in_draft, in_target = (b - a for a, b in zip(before, _clock(engine), strict=True))
-            context_len = result.context_len
-            expected_ms = draft.at(2, context_len) + (depth - 1) * draft.at(width, context_len)
-            drafting.append(in_draft / expected_ms)
-            verifying.append(in_target / verify.at(result.verified, context_len))
-        factors.append(median(verifying))
+            drafting[depth].append(in_draft)
+            verifying[size].append(in_target / verify.at(result.verified, result.context_len))
+    growth_ms = draft.at(width, len(state.tokens))
+    drafted = _scaled(draft, [_growth_factor(drafting, growth_ms)] * len(draft.sizes))
+    factors = [median(verifying[size]) for size in sizes]
     factors += factors[-1:] * (len(verify.sizes) - len(factors))
-    return _scaled(draft, [median(drafting)] * len(draft.sizes)), _scaled(verify, factors)
+    return drafted, _scaled(verify, factors)
+
+
+def _growth_factor(drafting: Mapping[int, Sequence[float]], growth_ms: float) -> float:
+    """Measured over expected milliseconds of a growth step, by what deeper trees took longer.
+
+    Args:
+        drafting: Milliseconds of the draft's forwards, by depth.
+        growth_ms: Expected milliseconds of each growth step.
+    """
+    low = min(drafting)
+    high = max(drafting)
+    if low == high:
+        return 1.0
+    measured_ms = (median(drafting[high]) - median(drafting[low])) / (high - low)
+    return max(MIN_FACTOR, measured_ms / growth_ms)
 
 
 def _scaled(curve: Curve, factors: Sequence[float]) -> Curve:
@@ -188,41 +207,68 @@ def host_milliseconds(
     engine: Engine,
     prompt: Sequence[int],
     policy: FixedShape,
-    verify: Curve,
     *,
-    num_tokens: int = 48,
+    num_tokens: int = 32,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """`plain_share`, and milliseconds outside the graphs: per growth step, speculative step, plain step.
+    """The numbers of `LatencyModel` that are no curves: milliseconds outside the graphs, and `plain_share`.
 
     Args:
-        policy: A speculative shape; it takes turns with plain decoding.
-        verify: Latencies of the target. Steps of both kinds are compared with it, in turns, so a machine
-            that was busy while it was measured changes `plain_share` little.
+        policy: A speculative shape; it takes turns with plain decoding. Its latency has the final curves.
+            Steps of both kinds are compared with them, so a machine that is busy for some time changes
+            `plain_share` little.
         num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
     """
     engine = _recorded(engine)
     samples: dict[str, list[float]] = {"growth_host_ms": [], "step_host_ms": [], "plain_host_ms": []}
-    slowness: dict[bool, list[float]] = {True: [], False: []}  # of the target, by whether a draft ran
-    for chosen in (policy, plain_policy()) * (HOST_RUNS // 2):
-        state = _prefilled(engine, prompt)
-        begin = time.perf_counter()
-        while len(state.emitted) < num_tokens and time.perf_counter() - begin < RUN_SECONDS:
-            before = _clock(engine)
-            result = engine.step(state, chosen)
-            after = _clock(engine)
-            wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, after, strict=True))
-            expected_ms = verify.at(result.verified, result.context_len)
-            slowness[result.shape.depth > 0].append(in_target / expected_ms)
-            if result.shape.depth == 0:
-                samples["plain_host_ms"].append(wall - in_target)
-            else:
-                samples["growth_host_ms"].append((drafting - in_draft) / result.shape.depth)
-                samples["step_host_ms"].append(wall - drafting - in_target)
-        tick()
-    share = min(1.0, median(slowness[False]) / median(slowness[True]))
-    return {**{name: median(values) for name, values in samples.items()}, "plain_share": share}
+    shares: list[float] = []
+    for _ in range(HOST_RUNS // 2):
+        slowness: list[float] = []  # of the target, after a draft and without one
+        for chosen in (policy, plain_policy()):
+            slowness.append(_host_run(engine, prompt, chosen, policy.latency, num_tokens, samples))
+            tick()
+        shares.append(slowness[1] / slowness[0])
+    return {
+        **{name: max(0.0, median(values)) for name, values in samples.items()},
+        "plain_share": min(1.0, median(shares)),
+    }
+
+
+def _host_run(
+    engine: Engine,
+    prompt: Sequence[int],
+    policy: FixedShape,
+    expected: LatencyModel,
+    num_tokens: int,
+    samples: Mapping[str, list[float]],
+) -> float:
+    """Add the host's milliseconds of one text's steps to `samples`.
+
+    A speculative step's time includes what the draft's forwards took longer than expected: the first one
+    finds the target's weights in the processor's caches.
+
+    Returns:
+        Measured over expected milliseconds of the target.
+    """
+    state = _prefilled(engine, prompt)
+    begin = time.perf_counter()
+    slowness: list[float] = []
+    while len(state.emitted) < num_tokens and time.perf_counter() - begin < HOST_SECONDS:
+        before = _clock(engine)
+        result = engine.step(state, policy)
+        wall, drafting, in_draft, in_target = (b - a for a, b in zip(before, _clock(engine), strict=True))
+        context_len = result.context_len
+        width = result.shape.width
+        depth = result.shape.depth
+        slowness.append(in_target / expected.verify.at(result.verified, context_len))
+        if depth == 0:
+            samples["plain_host_ms"].append(wall - in_target)
+            continue
+        in_growth = expected.draft.at(2, context_len) + (depth - 1) * expected.draft.at(width, context_len)
+        samples["growth_host_ms"].append((drafting - in_draft) / depth)
+        samples["step_host_ms"].append(wall - (drafting - in_draft) - in_growth - in_target)
+    return median(slowness)
 
 
 def decision_milliseconds(

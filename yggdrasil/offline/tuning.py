@@ -267,7 +267,7 @@ def _profile(
     latency = LatencyModel(draft, verify, 0.0, 0.0, 0.0)
     with progress.phase("measure the host", HOST_RUNS):
         host = host_milliseconds(
-            engine, prompt, _typical(bundle, acceptance, latency), verify, tick=progress.advance
+            engine, prompt, _typical(bundle, acceptance, latency), tick=progress.advance
         )
     curves = {"draft": curve_json(draft), "verify": curve_json(verify), "switching": switching.to_json()}
     return {"machine": bundle.machine, "threads": get_num_threads(), **curves, **host}

@@ -122,7 +122,9 @@ class LatencyModel:
 
     Args:
         growth_host_ms: Host time of one growth step outside the draft's graph.
-        step_host_ms: Host time of a speculative step outside graphs and growth.
+        step_host_ms: Time of a speculative step outside growth and the target's graph: host time, and what
+            the draft's first forward takes longer than later ones, after the target's weights have replaced
+            its own in the processor's caches.
         plain_host_ms: Host time of a plain step outside the graph.
         plain_share: Time of the target's forward when no draft runs between two of them, over `verify`. A
             small target then stays in the processor's caches.

@@ -14,6 +14,8 @@ from yggdrasil.offline import latencies
 from yggdrasil.offline.latencies import (
     CURVE_SECONDS,
     IN_STEP_MS,
+    IN_STEP_STEPS,
+    IN_STEP_TURNS,
     MIN_ROUNDS,
     ROUNDS,
     decision_milliseconds,
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 FLAT = Curve((0,), (2, 8), ((3.0, 4.0),))
 LATENCY = LatencyModel(FLAT, FLAT, growth_host_ms=0.0, step_host_ms=0.0, plain_host_ms=0.0)
 USELESS = Acceptance((-1.0, 0.0), (0.0, 1.0), {})
+CLOCK = SimpleNamespace(now=0.0)
 
 
 class Clocked:
@@ -169,8 +172,8 @@ def test_catching_up_over_many_full_graphs_takes_time_in_proportion(
 
 
 class Stepping:
-    """An engine whose target takes twice the profile's time on this machine today, and half of that in
-    steps without a draft.
+    """An engine in a busy hour: the target takes twice the profile's time, and half of that in steps
+    without a draft. The draft's first forward in a step takes 5 ms longer than expected, the host 1 ms.
     """
 
     max_context = 64
@@ -181,24 +184,35 @@ class Stepping:
 
     def step(self, state: DecodeState, policy: FixedShape) -> Any:
         state.tokens.append(1)
-        drafts = policy.shape.depth > 0
-        self.target.graph_ms += 2.0 * LATENCY.verify.at(2, 0) * (1.0 if drafts else 0.5)
+        depth = policy.shape.depth
+        in_target = 2.0 * LATENCY.verify.at(2, 0) * (1.0 if depth else 0.5)
+        in_draft = 5.0 + depth * LATENCY.draft.at(policy.shape.width, 0) if depth else 0.0
+        self.target.graph_ms += in_target
+        self.draft.graph_ms += in_draft
+        self.trace.total_ms["draft"] += in_draft + 0.25 * depth
+        CLOCK.now += (in_target + in_draft + 0.25 * depth + 1.0) / 1e3
         return SimpleNamespace(shape=policy.shape, verified=2, context_len=0)
 
 
 class Quicker(Stepping):
-    """An engine whose forwards take less in steps than the curves expect: the draft's a half, the target's
-    of 2 tokens a third, of 8 tokens three quarters.
+    """An engine whose forwards take less in steps than the curves expect: the draft's a half, after 7 ms
+    of the first one; the target's of 2 tokens a third, of 8 tokens three quarters. It slows down from one
+    step to the next.
     """
+
+    def __init__(self, *models: Any, max_context: int) -> None:
+        super().__init__(*models, max_context=max_context)
+        self.slowness = 1.0
 
     def step(self, state: DecodeState, policy: FixedShape) -> Any:
         shape = policy.shape
         state.tokens += [1] * 5
         assert shape.verify is not None
-        expected_ms = policy.latency.draft.at(2, 0) + (shape.depth - 1) * policy.latency.draft.at(4, 0)
-        self.draft.graph_ms += expected_ms / 2
-        self.target.graph_ms += policy.latency.verify.at(shape.verify, 0) * (
-            1 / 3 if shape.verify < 8 else 3 / 4
+        self.slowness *= 1.001
+        expected_ms = shape.depth * policy.latency.draft.at(4, 0)
+        self.draft.graph_ms += 7.0 + expected_ms / 2
+        self.target.graph_ms += self.slowness * (
+            policy.latency.verify.at(shape.verify, 0) * (1 / 3 if shape.verify < 8 else 3 / 4)
         )
         return SimpleNamespace(shape=shape, verified=shape.verify, context_len=0)
 
@@ -220,11 +234,15 @@ def test_curves_are_those_of_forwards_within_steps_unless_the_target_is_slow(
     if plain_ms > IN_STEP_MS:
         assert (draft, target) == (FLAT, verify)
         return
-    assert draft.ms == (pytest.approx((1.5, 2.0)),)
-    assert target.ms == (pytest.approx((1.0, 4.5, 18.0)),) * 2
+    assert draft.ms == (pytest.approx((1.5, 2.0)),), "without what only the first forward takes longer"
+    middle = target.ms[0][0]
+    assert 1.0 < middle < 1.0 * 1.001 ** (2 * IN_STEP_TURNS * IN_STEP_STEPS)
+    assert target.ms == (pytest.approx((middle, 4.5 * middle, 18.0 * middle), rel=0.003),) * 2, (
+        "sizes take turns, so a machine that slows down changes no ratio"
+    )
 
 
-def test_the_share_of_plain_decoding_does_not_depend_on_how_busy_the_machine_is(
+def test_times_outside_graphs_and_the_share_of_plain_decoding_do_not_depend_on_a_busy_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(latencies, "Engine", Stepping)
@@ -234,7 +252,8 @@ def test_the_share_of_plain_decoding_does_not_depend_on_how_busy_the_machine_is(
         SimpleNamespace(cache=SimpleNamespace(rollback_=lambda _: None), graph_ms=0.0) for _ in range(2)
     ]
     engine: Any = Stepping(*models, max_context=64)
-    found = host_milliseconds(
-        engine, [5], FixedShape(Shape(1, 2), USELESS, LATENCY, (2, 8)), LATENCY.verify
+    monkeypatch.setattr(latencies.time, "perf_counter", lambda: CLOCK.now)
+    found = host_milliseconds(engine, [5], FixedShape(Shape(1, 2), USELESS, LATENCY, (2, 8)))
+    assert found == pytest.approx(
+        {"growth_host_ms": 0.25, "step_host_ms": 5.0 + 1.0, "plain_host_ms": 1.0, "plain_share": 0.5}
     )
-    assert found["plain_share"] == pytest.approx(0.5)
