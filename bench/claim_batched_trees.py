@@ -41,7 +41,8 @@ from yggdrasil.serve.request import Event, Request
 
 SIZES = (1, 2, 4, 8, 16)
 TEMPERATURES = (0.0, 0.8)
-MORE_TURNS = 3  # times `--prompts`: a single text decodes at very uneven speed
+MORE_TURNS = 3  # times `--prompts`, over the size: a single text decodes at very uneven speed
+FEWEST_TURNS = 2  # times `--prompts`, for any size: six batches were too few
 MOST_TURNS = 10  # the same with one request, whose ratio to `ygg generate` is to be known to 3 %
 TREES = "trees"
 CHAINS = "the same policy, W = 1"
@@ -193,7 +194,7 @@ def measure(options: argparse.Namespace, log: Log) -> dict[str, Any]:
         found[f"{temperature:g}"] = {}
         for size in SIZES:
             turns = MOST_TURNS if size == 1 else MORE_TURNS
-            num_turns = max(options.prompts, math.ceil(turns * options.prompts / size))
+            num_turns = max(FEWEST_TURNS * options.prompts, math.ceil(turns * options.prompts / size))
             each = measure_size(pair, batcher, parts, prompts, generation, size, num_turns)
             found[f"{temperature:g}"][str(size)] = each
             over = {name: value["median"] for name, value in each["trees_over"].items()}
