@@ -161,6 +161,9 @@ def _growth_factor(drafting: Mapping[int, Sequence[float]], growth_ms: float) ->
     Args:
         drafting: Milliseconds of the draft's forwards, by depth.
         growth_ms: Expected milliseconds of each growth step.
+
+    Returns:
+        At least MIN_FACTOR; 1 where all trees have the same depth.
     """
     low = min(drafting)
     high = max(drafting)
@@ -214,9 +217,9 @@ def host_milliseconds(
     """The numbers of `LatencyModel` that are no curves: milliseconds outside the graphs, and `plain_share`.
 
     Args:
-        policy: A speculative shape; it takes turns with plain decoding. Its latency has the final curves.
-            Steps of both kinds are compared with them, so a machine that is busy for some time changes
-            `plain_share` little.
+        policy: A speculative shape; it takes turns with plain decoding. Its latency has the final curves
+            and no host times. Steps of both kinds are compared with it, so a machine that is busy for some
+            time changes `plain_share` little.
         num_tokens: Tokens of each run; fewer for a slow model.
         tick: Called after every run, `HOST_RUNS` times.
     """
@@ -230,6 +233,7 @@ def host_milliseconds(
             tick()
         shares.append(slowness[1] / slowness[0])
     return {
+        # `step_host_ms` would be negative where the draft took less than expected
         **{name: max(0.0, median(values)) for name, values in samples.items()},
         "plain_share": min(1.0, median(shares)),
     }
@@ -265,9 +269,9 @@ def _host_run(
         if depth == 0:
             samples["plain_host_ms"].append(wall - in_target)
             continue
-        in_growth = expected.draft.at(2, context_len) + (depth - 1) * expected.draft.at(width, context_len)
+        expected_ms = expected.before_verify_ms(width, depth, context_len)
         samples["growth_host_ms"].append((drafting - in_draft) / depth)
-        samples["step_host_ms"].append(wall - (drafting - in_draft) - in_growth - in_target)
+        samples["step_host_ms"].append(wall - (drafting - in_draft) - expected_ms - in_target)
     return median(slowness)
 
 

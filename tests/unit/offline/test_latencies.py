@@ -16,6 +16,7 @@ from yggdrasil.offline.latencies import (
     IN_STEP_MS,
     IN_STEP_STEPS,
     IN_STEP_TURNS,
+    MIN_FACTOR,
     MIN_ROUNDS,
     ROUNDS,
     decision_milliseconds,
@@ -235,11 +236,25 @@ def test_curves_are_those_of_forwards_within_steps_unless_the_target_is_slow(
         assert (draft, target) == (FLAT, verify)
         return
     assert draft.ms == (pytest.approx((1.5, 2.0)),), "without what only the first forward takes longer"
-    middle = target.ms[0][0]
-    assert 1.0 < middle < 1.0 * 1.001 ** (2 * IN_STEP_TURNS * IN_STEP_STEPS)
-    assert target.ms == (pytest.approx((middle, 4.5 * middle, 18.0 * middle), rel=0.003),) * 2, (
+    plain = target.ms[0][0]
+    assert 1.0 < plain < 1.001 ** (2 * IN_STEP_TURNS * IN_STEP_STEPS)
+    assert target.ms == (pytest.approx((plain, 4.5 * plain, 18.0 * plain), rel=0.003),) * 2, (
         "sizes take turns, so a machine that slows down changes no ratio"
     )
+
+
+@pytest.mark.parametrize(
+    ("drafting", "factor"),
+    (
+        ({1: [7.0, 9.0, 8.0], 5: [10.0, 90.0, 9.0]}, 0.5),  # (10 - 8) ms of 4 growth steps of 1 ms
+        ({1: [9.0], 5: [3.0]}, MIN_FACTOR),  # another program slowed down the small trees
+        ({2: [5.0]}, 1.0),
+    ),
+)
+def test_a_growth_step_takes_what_deeper_trees_take_longer(
+    drafting: dict[int, list[float]], factor: float
+) -> None:
+    assert latencies._growth_factor(drafting, 1.0) == pytest.approx(factor)
 
 
 def test_times_outside_graphs_and_the_share_of_plain_decoding_do_not_depend_on_a_busy_target(
