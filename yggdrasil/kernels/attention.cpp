@@ -328,7 +328,7 @@ class Block {
     if (index >= end) return;
     const char* first = reinterpret_cast<const char*>(page(cache, index));
     for (int64_t byte = 0; byte < kPageLen * call_->dim * int64_t(sizeof(Element)); byte += 64)
-      __builtin_prefetch(first + byte, 0, 2);
+      prefetch_line(first + byte);
   }
 
   // Prefetches what `score_indices` and `add_shared` read before they prefetch for themselves.

@@ -41,6 +41,8 @@
 // for itself, because otherwise their addresses do not fit the registers. A line is prefetched 16 lines
 // ahead where memory is the limit, 64 or 96 where arithmetic is. Further ahead, the processor's own
 // prefetcher stops. Slower: chunks of k, lines prefetched into L1, eight rows by one or two panels.
+// On Zen 5 lines come into L1, 64 ahead, or 192 in a single panel, and up to six rows take two panels.
+// Weights of 8 and 4 bits are one stream there, 32 groups ahead, while one block has all rows.
 //
 // Processors without products of bf16 (AVX2, AVX-512 before bf16) widen rows once and weights in registers:
 // two products per word, even k before odd, the order of an fp32 sum. Sixteen registers of eight lanes
@@ -210,16 +212,21 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 constexpr int kBlockRows = kLanes < 16 ? kMaxRows : 24;
 constexpr bool is_wide(int rows) { return rows > (kLanes < 16 ? 4 : 8); }
 
-// Panels whose sums fit the registers with this number of rows.
+// Panels side by side: as many as their sums fit the registers, or fewer streams that prefetch further.
 constexpr int held_panels(int rows) {
-  if (kLanes == 16) return is_wide(rows) ? 1 : rows > 6 ? 3 : 4;
-  return rows > 2 ? 1 : 4 / rows;
+  if (kLanes < 16) return rows > 2 ? 1 : 4 / rows;
+  if (is_wide(rows)) return 1;
+  if (kReadsIntoL1 && rows <= 6) return 2;
+  return rows > 6 ? 3 : 4;
 }
 
 // Lines of each panel that are prefetched before their products. With few rows memory is the limit, and
 // prefetching far ahead stops the processor's own prefetcher: a whole group of panels ahead, weights
 // arrived at four fifths of the rate. Wide blocks wait for lines that are prefetched too late.
-constexpr int64_t lines_ahead(int panels) { return panels > 3 ? 16 : panels > 1 ? 64 : 96; }
+constexpr int64_t lines_ahead(int panels) {
+  if (kReadsIntoL1) return panels > 1 ? 64 : 192;
+  return panels > 3 ? 16 : panels > 1 ? 64 : 96;
+}
 
 // Two or three blocks of few rows take about as long as the next panels need from memory. Then the first
 // two share the prefetching of these, a line every second step, and memory works all the time.
@@ -243,7 +250,7 @@ void multiply_panels(float* out, int64_t stride, const Word* x, int64_t steps, c
       for (int i = 0; i < Dtype::kParts; ++i) {
 #pragma GCC unroll 8
         for (int p = 0; p < kPanels; ++p) {
-          if (i == 0) __builtin_prefetch(fetched[p] + s * (kColumns / kShares), 0, 2);
+          if (i == 0) prefetch_line(fetched[p] + s * (kColumns / kShares));
           Vec line[kVecs];
           for (int v = 0; v < kVecs; ++v)
             line[v] = Dtype::part(load(weight[p] + s * kColumns + v * kLanes), i);
@@ -390,15 +397,19 @@ constexpr int quantised_panels(int bits, int rows) {
   return rows <= 2 ? 4 : 2;
 }
 
-// Groups ahead of the products that a single block prefetches in a panel (by measurement on Zen 4).
+// Groups ahead of the products that a single block prefetches in a panel (by measurement on Zen 4 and 5).
 template <int kBits, int kPanels>
-constexpr int64_t kGroupsAhead = kBits == 8 ? 1 : kLanes == 16 && kPanels == 1 ? 0 : 32 / kPanels;
+constexpr int64_t kGroupsAhead = kReadsIntoL1                   ? 32
+                                 : kBits == 8                   ? 1
+                                 : kLanes == 16 && kPanels == 1 ? 0
+                                                                : 32 / kPanels;
 
-// Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice.
-int64_t quantised_rows(int64_t rows) {
+// Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice. With six
+// rows of two panels and weights of 4 bits, GCC keeps some sums in memory.
+int64_t quantised_rows(int bits, int64_t rows) {
   if (rows <= kQuantisedRows) return rows;
   const auto computed = [&](int64_t size) { return (rows + size - 1) / size * size; };
-  int64_t best = kQuantisedRows;
+  int64_t best = kLanes == 16 && bits == 4 ? kQuantisedRows - 1 : kQuantisedRows;
   for (int64_t size = best - 1; size > kQuantisedRows / 2; --size)
     if (computed(size) < computed(best)) best = size;
   return best;
@@ -437,17 +448,18 @@ void multiply_quantised(const Product& product, int64_t panel, float* sums) {
 template <class Dtype, int kBits, int kRows = kQuantisedRows>
 void compute_quantised(const Product& product, int64_t begin, int64_t end) {
   if constexpr (kRows > 1) {
-    if (kRows > quantised_rows(product.rows))
+    if (kRows > quantised_rows(kBits, product.rows))
       return compute_quantised<Dtype, kBits, kRows - 1>(product, begin, end);
   }
   constexpr int kPanels = quantised_panels(kBits, kRows), kStored = std::max(2, kPanels);
   thread_local std::vector<float> sums;
   const int64_t panel_sums = product.rows * kColumns;
   sums.resize(kStored * panel_sums);
+  const bool is_one_stream = kReadsIntoL1 && product.rows == kRows;  // one panel after the other
   const auto sums_of = [&](int64_t p) { return sums.data() + p * panel_sums; };
   for (int64_t panel = begin; panel < end; panel += kStored) {
     const int64_t count = std::min<int64_t>(kStored, end - panel);
-    if (count == kPanels) {
+    if (count == kPanels && !is_one_stream) {
       multiply_quantised<kBits, kRows, kPanels>(product, panel, sums.data());
     } else {
       for (int64_t p = 0; p < count; ++p)
@@ -708,7 +720,7 @@ Rows quantised(const at::Tensor& x, int64_t rows) {
   using Element = typename Dtype::Element;
   constexpr int64_t kLen = group_len(kBits), kWords = group_words(kBits);
   const int64_t features = x.size(-1), groups = num_groups(kBits, features);
-  const int64_t block_rows = quantised_rows(rows), blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t block_rows = quantised_rows(kBits, rows), blocks = (rows + block_rows - 1) / block_rows;
   const int64_t words = kWords * block_rows;  // of a group
   Word* blocked = workspace(blocks * groups * words);
   const auto* from = static_cast<const Element*>(x.const_data_ptr());

@@ -2,9 +2,10 @@
 //
 // A vector instruction multiplies unsigned weights by signed numbers of x and adds four products a column.
 // The weights' zero (128 or 8) times the sum of x is subtracted first, so no sum over weights is stored.
-// All this is exact in int32. At least two panels are multiplied at a time: with one, loading numbers of x
-// takes longer than the products. The sums of six rows fit the registers. More rows read the panels again,
-// from L1 or L2. Few rows wait for memory (linear.cpp chooses the panels that it delivers fastest).
+// All this is exact in int32. Where arithmetic is the limit, two panels are multiplied at a time: with one,
+// loading numbers of x takes longer than the products. The sums of six rows fit the registers. More rows
+// read the panels again, from L1 or L2. Few rows wait for memory (linear.cpp chooses the panels that it
+// delivers fastest).
 //
 // x is rounded once per operator, in blocks of rows:
 //
@@ -176,7 +177,7 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
       for (int line = 0; line < group_lines(kBits); ++line) {
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
-          if (line * 64 < part.bytes) __builtin_prefetch(part.from[p] + line * 64, 0, 2);
+          if (line * 64 < part.bytes) prefetch_line(part.from[p] + line * 64);
 #pragma GCC unroll 4
           for (int v = 0; v < kVecs; ++v) {
             const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);
