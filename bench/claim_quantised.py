@@ -1,10 +1,10 @@
 """What do weights of 8 and 4 bits cost in perplexity, and what do they gain in speed and memory?
 
 The pair at real size in three formats, on the same prompts. Perplexity: that of the test texts in the
-compiled graphs, over that of the weights as they are. Forwards: every graph up to 32 tokens of every format
-in turn. Decoding: plain decoding and the default policy in every format, all arms in turn at
-temperatures 0 and 0.8; within a format a text that differs from plain decoding's ends the run. Memory: the
-part of the target's weight file that is resident after all that.
+compiled graphs, over that of the weights as they are. Forwards: every graph up to 32 tokens of every
+format in turn, each right after one of the same graph. Decoding: plain decoding and the default policy in
+every format, all arms in turn at temperatures 0 and 0.8; within a format a text that differs from plain
+decoding's ends the run. Memory: the part of the target's weight file that is resident after all that.
 
 Refuted if int8 changes perplexity by more than 0.1 % or int4 by more than 3 %; if a forward of one token
 takes more than 1.15 times its bytes over the measured rate; if int8 takes more than 1.3 times that for

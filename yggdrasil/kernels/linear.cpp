@@ -212,7 +212,7 @@ void store_gated(const Product& product, const float* gates, const float* ups, i
 constexpr int kBlockRows = kLanes < 16 ? kMaxRows : 24;
 constexpr bool is_wide(int rows) { return rows > (kLanes < 16 ? 4 : 8); }
 
-// Panels side by side: as many as their sums fit the registers, or fewer streams that prefetch further.
+// Panels side by side: as many as the registers hold sums for; fewer on Zen 5, which reads two faster.
 constexpr int held_panels(int rows) {
   if (kLanes < 16) return rows > 2 ? 1 : 4 / rows;
   if (is_wide(rows)) return 1;
@@ -405,7 +405,7 @@ constexpr int64_t kGroupsAhead = kReadsIntoL1                   ? 32
                                                                 : 32 / kPanels;
 
 // Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice. With six
-// rows of two panels and weights of 4 bits, GCC keeps some sums in memory.
+// rows of two panels and weights of 4 bits, GCC keeps some sums in memory, so there are at most five.
 int64_t quantised_rows(int bits, int64_t rows) {
   if (rows <= kQuantisedRows) return rows;
   const auto computed = [&](int64_t size) { return (rows + size - 1) / size * size; };

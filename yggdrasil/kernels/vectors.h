@@ -56,7 +56,7 @@ constexpr bool kReadsIntoL1 = true;
 constexpr bool kReadsIntoL1 = false;
 #endif
 
-// Prefetches a line of weights. Inlined always: GCC removes calls of functions without results.
+// Prefetches a line of weights or of KV. Inlined always: GCC removes a call that only prefetches.
 [[gnu::always_inline]] inline void prefetch_line(const void* address) {
   __builtin_prefetch(address, 0, kReadsIntoL1 ? 3 : 2);
 }
