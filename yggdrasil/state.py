@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ __all__ = [
     "Inspection",
     "Row",
     "Shape",
+    "StepMs",
     "StepResult",
     "StopRule",
     "truncate",
@@ -277,6 +278,23 @@ class Inspection:
     target_tokens: Sequence[int]
 
 
+class StepMs(NamedTuple):
+    """What the parts of a step took, in milliseconds; catching up is none of them.
+
+    Args:
+        head: The draft's first forward, which finds other weights in the processor's caches. 0 where
+            `growth` includes it.
+        growth: The rest of drafting.
+        verify: The target's forward.
+        host: Everything else.
+    """
+
+    head: float
+    growth: float
+    verify: float
+    host: float
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one step.
@@ -291,6 +309,7 @@ class StepResult:
         tree_of: Makes the verified tree.
         path: Accepted nodes of that tree, root first.
         ms: Wall clock of the step.
+        parts: What it is made of; None outside C++.
         caught_up: Whether the step ran text that a model's KV lacked, instead of drafting: the long end of
             a prompt, or a chunk of text for the draft. The shape is then plain.
         error: What is wrong with the target's logits; then no token is emitted.
@@ -309,6 +328,7 @@ class StepResult:
     tree_of: Callable[[], TokenTree] = field(repr=False)
     path: list[int]
     ms: float = 0.0
+    parts: StepMs | None = None
     caught_up: bool = False
     error: str = ""
     values: Sequence[float] = field(default=(), repr=False)

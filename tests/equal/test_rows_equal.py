@@ -144,7 +144,7 @@ def record(state: DecodeState, result: StepResult, target_len: int, draft_len: i
     """Everything in a step's result except its time, and what it did to the request."""
     arrays = [array_N[: len(result.tree)].tolist() for array_N in result.tree.arrays]
     hidden = None if state.hidden_E is None else state.hidden_E.tolist()
-    settled = replace(result, ms=0.0, tree_of=None)  # type: ignore[arg-type]
+    settled = replace(result, ms=0.0, parts=None, tree_of=None)  # type: ignore[arg-type]
     return settled, arrays, hidden, target_len, draft_len, state.root_pos
 
 

@@ -146,7 +146,14 @@ def record(result: StepResult) -> tuple[Any, ...]:
     values = [round(value, 12) for value in result.values]
     assert list(result.depths) == arrays[2]
     bare = replace(
-        result, ms=0.0, values=(), depths=(), predicted_emitted=0.0, tree_of=len, inspection=None
+        result,
+        ms=0.0,
+        parts=None,
+        values=(),
+        depths=(),
+        predicted_emitted=0.0,
+        tree_of=len,
+        inspection=None,
     )
     seen = inspected(result)
     return bare, arrays, tree.log_prob_N.tolist(), values, round(result.predicted_emitted, 12), seen

@@ -109,6 +109,15 @@ def test_pages_of_drafts_that_were_not_committed_are_taken_before_text() -> None
     assert pool.share_(0, text) == (32, 32)
 
 
+def test_a_row_has_no_more_pages_than_its_table_holds() -> None:
+    pages = pool(9)
+    pages.extend_(1, 128)
+    with pytest.raises(CapacityError):
+        pages.extend_(1, 129)
+    pages.check()
+    assert pages.num_free == 1
+
+
 def test_flushing_forgets_the_text_of_free_pages(pages: PagePool) -> None:
     fill(pages, 0, TEXT[:33])
     fill(pages, 1, TEXT[40:73])

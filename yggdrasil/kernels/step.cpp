@@ -446,10 +446,11 @@ void Step::draft(at::ArrayRef<Row> rows, const Menu& menu, Reply& reply) {
   catch_up_(rows_);
   reply.draft_ms[1] = now_ms();
   head_(rows_);
-  grow_(rows_);
   reply.draft_ms[2] = now_ms();
-  prune_(menu, reply);
+  grow_(rows_);
   reply.draft_ms[3] = now_ms();
+  prune_(menu, reply);
+  reply.draft_ms[4] = now_ms();
   reply.num_tokens = 0;
   for (const Growing& row : rows_) reply.num_tokens += int64_t(row.pruned.keep.size());
 }

@@ -80,8 +80,8 @@ struct Forward {
 
 // Buffers that the calls fill, with their capacities, and what they have written. `mask` answers for the
 // grammars of all rows, over `vocab` tokens. The times are the begin of each call, then the ends of its
-// stages: catching up, drafting, pruning; verifying, accepting, committing; and milliseconds in the graphs
-// of both models.
+// stages: catching up, the draft's first forward, growth, pruning; verifying, accepting, committing; and
+// milliseconds in the graphs of both models.
 struct Reply {
   RowResult* results;
   int64_t* ids;
@@ -91,7 +91,7 @@ struct Reply {
   Mask* mask;
   int64_t max_results, max_ids, max_words, max_values, max_forwards, vocab;
   int64_t num_tokens, num_forwards;
-  double draft_ms[4], verify_ms[4], graph_ms[2];
+  double draft_ms[5], verify_ms[4], graph_ms[2];
   char error[512];
 };
 

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.state import Shape
+from yggdrasil.state import Shape, StepMs
 
-__all__ = ["GraphFactors", "MeasuredLatency", "StepMs"]
+__all__ = ["GraphFactors", "MeasuredLatency"]
 
 PACE_WEIGHT = 0.125  # of a new forward in the machine's pace
+CAUTION = 8  # what is expected of a graph counts as this many forwards
 FORWARDS_MEMORY = 64  # the weight of a graph's old forwards fades after this many
-LONG_AGO = 64  # forwards after which what is known of a graph counts no more than a new one
+LONG_AGO = 64  # forwards after which what is known of a graph is no more than an expectation
 # After this many forwards without a graph, and again after each further as many, its known factor falls to
 # a share of itself. So a graph that was much too slow is tried again later than one that was nearly good.
 FORGOTTEN = 512
 BETTER = 0.7
 MOST_JUMP = 2.0  # times the expected ratio: a forward counts for no more, it may have been interrupted
 SAME = 0.05  # factors within this share of the ones in use change nothing
-
-
-@dataclass(frozen=True)
-class StepMs:
-    """What the parts of a step took, in milliseconds.
-
-    Args:
-        draft: Growth of the trees, without catching up.
-        verify: The target's forward.
-        host: The rest.
-    """
-
-    draft: float
-    verify: float
-    host: float
+REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
 
 
 class GraphFactors:
     """Measured over predicted milliseconds of one model's graphs.
 
     The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
-    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. The ratio of a graph
-    that did not run for long falls to that of the best, little by little.
+    last forwards of graphs whose factor is known, whichever they are, so a graph is not blamed for a slow
+    minute. A graph that runs now and then is often slow for once, so CAUTION forwards as expected count in
+    addition to its own. The ratio of a graph that did not run for long falls to that of the best, little
+    by little.
 
     A graph that never ran is expected to take as long as the next smaller one that ran, and the difference
     of the two in the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow
@@ -67,21 +56,22 @@ class GraphFactors:
         self._num_forwards += 1
         since = self._num_forwards - self._last.get(size, -FORGOTTEN)
         self._last[size] = self._num_forwards
-        expected = self._factors.get(size)
-        if expected is None:
-            self._forwards[size] = 0
-            expected = min(self._factors.values(), default=1.0)
+        expected = self._expected(size)
         ratio = min(ratio, MOST_JUMP * expected * self._pace)
-        self._forwards[size] += 1
-        if since < FORGOTTEN:
-            self._pace += PACE_WEIGHT * (ratio / expected - self._pace)
-        rarest = 0.5 if since > LONG_AGO else 1 / FORWARDS_MEMORY
-        weight = max(1 / self._forwards[size], rarest)
+        num_known = 0 if since > LONG_AGO else self._forwards[size]
+        self._forwards[size] = num_known + 1
+        weight = num_known / (CAUTION + num_known)
+        self._pace += PACE_WEIGHT * weight * (ratio / expected - self._pace)
+        weight = max(1 / (CAUTION + num_known + 1), 1 / FORWARDS_MEMORY)
         self._factors[size] = expected + weight * (ratio / self._pace - expected)
 
     def at(self, size: int) -> float:
-        """Measured over predicted milliseconds of a graph that just ran."""
-        return self._pace * self._factors[size]
+        """Measured over predicted milliseconds of a graph, at this pace of the machine."""
+        return self._pace * self._expected(size)
+
+    def _expected(self, size: int) -> float:
+        """The factor of a graph, at first that of the best."""
+        return self._factors.get(size, min(self._factors.values(), default=1.0))
 
     def at_each(self) -> dict[int, float]:
         """Measured over predicted milliseconds by graph, smallest first."""
@@ -123,6 +113,8 @@ class MeasuredLatency:
         self._draft_in_use = self._draft.at_each()
         self._verify_in_use = self._verify.at_each()
         self._steps = {True: 0, False: 0}
+        self._observed = 0
+        self._next_review = 0  # the number of a step
         self._ran: set[tuple[str, int]] = set()  # graphs, by model and size
 
     def observe_(
@@ -138,23 +130,25 @@ class MeasuredLatency:
         Returns:
             The step's milliseconds by what is known now over those by `in_use`; None if nothing was learnt.
         """
+        self._observed += 1
         profile = self._profile
         drafting = [shape for shape in shapes if shape.depth]
         drafts = bool(drafting)
         verify_size = profile.verify.graph(num_tokens)
         graphs = {("target", verify_size)}
         if drafting:
-            draft_size, draft_ms = _growth(profile, drafting, context_len)
+            draft_size, head_ms, growth_ms = _growth(profile, drafting, context_len)
             graphs.add(("draft", draft_size))
         if self._run_first_(graphs):
             return None
-        self._observe_host_(drafts, ms.host)
-        used_ms = self._host_in_use[drafts]
-        known_ms = self._host_ms[drafts]
-        if drafting and ms.draft:
-            self._draft.observe_(draft_size, ms.draft / draft_ms)
-            used_ms += self._draft_in_use[draft_size] * draft_ms
-            known_ms += self._draft.at(draft_size) * draft_ms
+        used_ms = known_ms = cold_ms = 0.0
+        if drafting and ms.growth:
+            cold_ms = self._observe_draft_(draft_size, head_ms, growth_ms, ms)
+            used_ms = self._draft_in_use[draft_size] * (head_ms + growth_ms)
+            known_ms = self._draft.at(draft_size) * (head_ms + growth_ms)
+        self._observe_host_(drafts, ms.host + cold_ms)
+        used_ms += self._host_in_use[drafts]
+        known_ms += self._host_ms[drafts]
         if ms.verify:  # on a device a forward may end after the step, which then does not know its time
             share = 1.0 if drafts else profile.plain_share
             verify_ms = share * profile.verify.at(num_tokens, context_len)
@@ -181,12 +175,37 @@ class MeasuredLatency:
         self._ran |= graphs
         return is_first
 
+    def _observe_draft_(self, size: int, head_ms: float, growth_ms: float, ms: StepMs) -> float:
+        """Learn from a step's drafting.
+
+        Args:
+            size: The graph of growth.
+            head_ms: Predicted milliseconds of the first forward.
+            growth_ms: The same of all others; 0 if there are none.
+
+        Returns:
+            What the first forward took longer than one of growth would: the step's, not the graph's.
+        """
+        if not ms.head:
+            self._draft.observe_(size, ms.growth / (head_ms + growth_ms))
+            return 0.0
+        if growth_ms:
+            self._draft.observe_(size, ms.growth / growth_ms)
+        return max(0.0, ms.head - self._draft.at(size) * head_ms)
+
     def _observe_host_(self, drafts: bool, ms: float) -> None:
         self._steps[drafts] += 1
         weight = max(1 / (1 + self._steps[drafts]), 1 / FORWARDS_MEMORY)
         expected = self._host_ms[drafts]
         # a single step may have been interrupted
         self._host_ms[drafts] += weight * (min(ms, MOST_JUMP * expected + 0.1) - expected)
+
+    def is_due_(self) -> bool:
+        """Whether to call `use_` now: after every step at first, then now and then."""
+        if self._observed < self._next_review:
+            return False
+        self._next_review = self._observed + min(1 + self._observed // 8, REVIEW_STEPS)
+        return True
 
     def use_(self) -> LatencyModel:
         """Correct the profile by all steps so far.
@@ -216,14 +235,20 @@ class MeasuredLatency:
         return self.in_use
 
 
-def _growth(latency: LatencyModel, drafting: Sequence[Shape], context_len: int) -> tuple[int, float]:
-    """The draft's graph that runs most often in a step of these shapes, and the step's draft time in ms."""
+def _growth(latency: LatencyModel, drafting: Sequence[Shape], context_len: int) -> tuple[int, float, float]:
+    """The draft's graph that runs most often in a step of these shapes.
+
+    Returns:
+        Its size; by the profile the milliseconds of the first forward, and of growth by further ones.
+    """
     width = sum(shape.width for shape in drafting)
     depth = max(shape.depth for shape in drafting)
     head = 2 * len(drafting)
-    ms = latency.draft.graphs_ms(head, context_len) + depth * latency.growth_host_ms
-    ms += (depth - 1) * latency.draft.graphs_ms(width, context_len)
-    return latency.draft.graph(width if depth > 1 else head), ms
+    head_ms = latency.draft.graphs_ms(head, context_len)
+    if depth == 1:
+        return latency.draft.graph(head), head_ms, 0.0
+    growth_ms = depth * latency.growth_host_ms + (depth - 1) * latency.draft.graphs_ms(width, context_len)
+    return latency.draft.graph(width), head_ms, growth_ms
 
 
 def _is_same(factor: float, in_use: float) -> bool:

@@ -19,9 +19,9 @@ from yggdrasil.policy.gamma.nightjar import MIN_LOSS, STAY_STEPS, WAITING_STEP
 from yggdrasil.policy.gamma.prior import SwitchingCost
 from yggdrasil.policy.gamma.protocol import Load, Outcome
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.measured import MeasuredLatency, StepMs
+from yggdrasil.policy.measured import MeasuredLatency
 from yggdrasil.policy.shape import BestShape, StoppingShape, context_key, grafted
-from yggdrasil.state import PLAIN, Shape
+from yggdrasil.state import PLAIN, Shape, StepMs
 from yggdrasil.step.choice import VERIFY_ALL, Choice, VerifyMenu
 
 __all__ = ["TreeParts", "Trees"]
@@ -35,7 +35,6 @@ STEP_WEIGHT = 0.0625  # of a new step in the goodput of trees
 LONG_AGO = 64  # steps without trees after which what is known of it counts no more than a new step
 MOST_JUMP = 2.0  # a single step lowers the known goodput by no more, it may have been interrupted
 SAME = 0.02  # an acceptance within this share of the one in use changes nothing
-REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
 MENUS_KEPT = 512
 
 
@@ -131,7 +130,6 @@ class Trees:
         self._corrected: dict[int, BestShape] = {}
         self._latency = parts.latency
         self._scale = 1.0
-        self._next_review = 0  # the number of a step
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
         self._trees: dict[tuple[int, int, int, int, bool], _Draft] = {}
         self._chains: dict[tuple[int, int, int, int], _Draft] = {}
@@ -346,16 +344,14 @@ class Trees:
             share = max(EXPLORATION / math.sqrt(self.steps), MIN_EXPLORATION)
             self.exploration_s += share * outcome.seconds
         num_tokens = sum(result.verified for result in results) + outcome.prompt_tokens
-        host_s = outcome.seconds - outcome.catch_up_seconds - outcome.draft_seconds - outcome.verify_seconds
-        ms = StepMs(1e3 * outcome.draft_seconds, 1e3 * outcome.verify_seconds, 1e3 * host_s)
+        ms = _parts(outcome)
         slower = self.measured.observe_(shapes, num_tokens, context_key(outcome.load.rows), ms)
         drafting = [result for result in results if result.shape.depth and not result.error]
         self.plain_steps += not drafting
         expected = sum(result.predicted_emitted - 1 for result in drafting)
         goodput = self._goodput(len(results))
         if drafting and slower is not None and not outcome.prompt_tokens:
-            taken_ms = ms.draft + ms.verify + ms.host
-            realised = (len(results) + self._scale * expected) / taken_ms
+            realised = (len(results) + self._scale * expected) / sum(ms)
             goodput.observe_(slower * realised / self._predicted_rate)
         else:
             goodput.count_()
@@ -367,10 +363,9 @@ class Trees:
         self._use_corrections_()
 
     def _use_corrections_(self) -> None:
-        """Use what was learnt, where it differs from what is in use: often at first, then now and then."""
-        if self.steps < self._next_review:
+        """Use what was learnt, where it differs from what is in use."""
+        if not self.measured.is_due_():
             return
-        self._next_review = self.steps + min(1 + self.steps // 8, REVIEW_STEPS)
         scale = self._accepted / self._expected
         latency = self.measured.use_()
         if latency is self._latency and abs(scale - self._scale) <= SAME * self._scale:
@@ -401,6 +396,16 @@ def _of_batch(drafts: Sequence[_Draft], load: Load) -> Expected:
     accepted = sum(each.accepted for each, limit in zip(expected, load.row_limits, strict=True) if limit)
     slowest = max(expected, key=lambda each: each.ms)
     return slowest._replace(accepted=accepted)
+
+
+def _parts(outcome: Outcome) -> StepMs:
+    """What the step took, with the time between two steps."""
+    parts = outcome.results[0].parts if outcome.results else None
+    head_s = parts.head / 1e3 if parts else 0.0
+    rest_s = outcome.seconds - outcome.catch_up_seconds - outcome.draft_seconds - outcome.verify_seconds
+    return StepMs(
+        *(1e3 * s for s in (head_s, outcome.draft_seconds - head_s, outcome.verify_seconds, rest_s))
+    )
 
 
 def _key(load: Load) -> tuple[int, int, int]:

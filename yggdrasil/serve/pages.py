@@ -71,11 +71,13 @@ class PagePool:
         """Give a row the pages that it lacks.
 
         Raises:
-            CapacityError: fewer are free; nothing was taken.
+            CapacityError: fewer are free, or the row would exceed `max_indices`; nothing was taken.
         """
         missing = self.num_missing(row, num_indices)
-        if missing > len(self._free):
-            raise CapacityError("KV pages", missing, len(self._free), "serve with a larger --kv-memory")
+        room = min(len(self._free), self.table_BP.shape[1] - len(self._pages[row]))
+        if missing > room:
+            fix = "shorten the text or serve with a larger --kv-memory"
+            raise CapacityError("KV pages", missing, room, fix)
         for _ in range(missing):
             page = next(iter(self._free))
             self._forget(page)

@@ -78,7 +78,7 @@ class ReplyStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("results ids words values forwards mask"),
         *_ints("max_results max_ids max_words max_values max_forwards vocab num_tokens num_forwards"),
-        ("draft_ms", 4 * ctypes.c_double),
+        ("draft_ms", 5 * ctypes.c_double),
         ("verify_ms", 4 * ctypes.c_double),
         ("graph_ms", 2 * ctypes.c_double),
         ("error", 512 * ctypes.c_char),

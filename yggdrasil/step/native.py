@@ -24,7 +24,7 @@ from yggdrasil.config import ProcessorConfig
 from yggdrasil.kernels.threads import one_torch_thread
 from yggdrasil.models.packing import Chunk
 from yggdrasil.models.protocol import TokenGraphs
-from yggdrasil.state import PLAIN, DecodeState, HostHidden, Inspection, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, HostHidden, Inspection, Row, Shape, StepMs, StepResult
 from yggdrasil.step.accept import choose_rows
 from yggdrasil.step.border import (
     DRAFT_MS,
@@ -59,7 +59,6 @@ MOST_DRAFTED = 512  # nodes of a drafted tree
 MOST_TOP_K = 2**31  # no vocabulary is larger
 DRAFT_STAGES = ("catch up", "draft", "prune")
 VERIFY_STAGES = ("verify", "accept", "commit")
-STAGES = (*DRAFT_STAGES, *VERIFY_STAGES)
 
 
 class NativeStep:
@@ -128,9 +127,8 @@ class NativeStep:
         self._send_(rows, choice)
         self._forget_hidden_()
         self._masks.call(self._calls.run, self._rows, len(rows), menu_struct(choice.menu), self._reply)
-        begin_ms, *ends_ms = DRAFT_MS.read(self._reply) + VERIFY_MS.read(self._reply)[1:]
-        first = 0 if self._catches_up else 1
-        self._trace.note(STAGES[first:], (begin_ms, *ends_ms[first:]))
+        names, marks_ms = self._drafted()
+        self._trace.note(names + VERIFY_STAGES, marks_ms + VERIFY_MS.read(self._reply)[1:])
         return self._finish_()
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
@@ -142,9 +140,7 @@ class NativeStep:
         self._start_(rows, choice.shapes, time.perf_counter())
         self._send_(rows, choice)
         self._masks.call(self._calls.draft, self._rows, len(rows), menu_struct(choice.menu), self._reply)
-        begin_ms, *ends_ms = DRAFT_MS.read(self._reply)
-        first = 0 if self._catches_up else 1
-        self._trace.note(DRAFT_STAGES[first:], (begin_ms, *ends_ms[first:]))
+        self._trace.note(*self._drafted())
         return int(self._reply.num_tokens)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
@@ -172,6 +168,21 @@ class NativeStep:
         self._stepping += joining
         self._shapes += [PLAIN] * len(joining)
         return self._finish_()
+
+    def _drafted(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The stages of the last draft, and the milliseconds at which the first began and each ended."""
+        begin_ms, caught_up_ms, _, grown_ms, pruned_ms = DRAFT_MS.read(self._reply)
+        if self._catches_up:
+            return DRAFT_STAGES, (begin_ms, caught_up_ms, grown_ms, pruned_ms)
+        return DRAFT_STAGES[1:], (begin_ms, grown_ms, pruned_ms)
+
+    def _parts(self, ms: float) -> StepMs:
+        """What a step of this time is made of."""
+        begin_ms, caught_up_ms, head_ms, grown_ms, _ = DRAFT_MS.read(self._reply)
+        given_ms, verified_ms, *_ = VERIFY_MS.read(self._reply)
+        verify_ms = verified_ms - given_ms
+        host_ms = ms - (grown_ms - begin_ms) - verify_ms
+        return StepMs(head_ms - caught_up_ms, grown_ms - head_ms, verify_ms, host_ms)
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """The target's logits after nodes of the place-th row of the last step, (len(path), V)."""
@@ -263,8 +274,9 @@ class NativeStep:
         for number, ms in enumerate(GRAPH_MS.read(self._reply)):
             self._models[number].record_forwards_(ms, partial(self._forwards_of, number))
         ms = (time.perf_counter() - self._started) * 1e3
+        parts = self._parts(ms)
         return [
-            self._result_(row, shape, RESULT.read(self._results, place), ms)
+            self._result_(row, shape, RESULT.read(self._results, place), ms, parts)
             for place, (row, shape) in enumerate(zip(self._stepping, self._shapes, strict=True))
         ]
 
@@ -273,7 +285,7 @@ class NativeStep:
         forwards = (FORWARD.read(self._forwards, place) for place in range(self._reply.num_forwards))
         return [(each.num_tokens, each.begin_ms, each.end_ms) for each in forwards if each.model == number]
 
-    def _result_(self, row: Row, shape: Shape, result: Any, ms: float) -> StepResult:
+    def _result_(self, row: Row, shape: Shape, result: Any, ms: float, parts: StepMs) -> StepResult:
         state = row.state
         root_pos = state.root_pos
         middle = result.ids_at + result.path_len
@@ -303,6 +315,7 @@ class NativeStep:
             tree_of=partial(_unpacked, words, result.verified),
             path=[] if failure else path,
             ms=ms,
+            parts=parts,
             error=failure,
             values=values,
             depths=words[2 * result.verified : 3 * result.verified],  # after tokens and parents
