@@ -309,7 +309,6 @@ class StepResult:
         tree_of: Makes the verified tree.
         path: Accepted nodes of that tree, root first.
         ms: Wall clock of the step.
-        parts: What it is made of; None outside C++.
         caught_up: Whether the step ran text that a model's KV lacked, instead of drafting: the long end of
             a prompt, or a chunk of text for the draft. The shape is then plain.
         error: What is wrong with the target's logits; then no token is emitted.
@@ -317,6 +316,7 @@ class StepResult:
         depths: Depth in the tree of every verified node, root included.
         is_guarded: Whether a guard watches the session and may end its speculation.
         inspection: The drafted tree and the target's tokens, if `GenerateConfig.inspect` asks for them.
+        parts: What `ms` is made of; None outside C++.
     """
 
     tokens: list[int]
@@ -328,13 +328,13 @@ class StepResult:
     tree_of: Callable[[], TokenTree] = field(repr=False)
     path: list[int]
     ms: float = 0.0
-    parts: StepMs | None = None
     caught_up: bool = False
     error: str = ""
     values: Sequence[float] = field(default=(), repr=False)
     depths: Sequence[int] = field(default=(), repr=False)
     is_guarded: bool = False
     inspection: Inspection | None = None
+    parts: StepMs | None = None
 
     @property
     def tree(self) -> TokenTree:

@@ -35,6 +35,9 @@ class LearningShape(ShapePolicy):
         self._lag = 0
         self._unobserved_ms = OBSERVING_INTERVAL_MS
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._calibrated!r})"
+
     def choose(self, rows: Sequence[Row]) -> Choice:
         latency = self._measured.in_use
         if self._corrected.latency is not latency:

@@ -43,11 +43,12 @@ def result(shape: Shape, verified: int, parts: StepMs | None, **more: object) ->
     tree = TokenTree.root(1, 1)
     ms = 100.0 if parts is None else sum(parts)
     fields = {"ms": ms, "parts": parts, **more}
-    return StepResult([1], shape, verified, verified, 19, 1.0, lambda: tree, [0], **fields)  # type: ignore[arg-type]
+    first = [1], shape, verified, verified, 19, 1.0, lambda: tree, [0]
+    return StepResult(*first, **fields)  # type: ignore[arg-type]
 
 
 def step(policy: LearningShape, *, draft: float, verify: float, caught_up: bool = False) -> Shape:
-    """A step whose models are so many times as slow as the profile."""
+    """A step whose models take these multiples of the profile."""
     [shape] = policy.choose([row()]).shapes
     parts = StepMs(draft * (shape.depth > 0), draft * max(0, shape.depth - 1), verify * 10.0, 0.1)
     policy.observe(result(shape, shape.depth + 1, parts, caught_up=caught_up))
