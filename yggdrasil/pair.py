@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -16,8 +15,6 @@ from yggdrasil.policy.acceptance import AcceptanceTable
 from yggdrasil.policy.depth import PREDICTOR_FORMAT, DepthPredictor
 from yggdrasil.policy.guard import Guard
 from yggdrasil.policy.latency import LatencyModel
-from yggdrasil.policy.learning import LearningShape
-from yggdrasil.policy.measured import MeasuredLatency
 from yggdrasil.policy.shape import (
     MOST_GRAFTED,
     REPEATS,
@@ -115,8 +112,7 @@ class LoadedPair:
             temperature: Sampling temperature; selects calibration and predictor.
             shape: Use always this shape, without a guard; Eq. 3 chooses its K if it has none.
             depth: Rule that chooses D; None takes the best one on held-out text.
-            guard: Watch the session: correct the profile by what steps take, and stop speculating while it
-                is measured to be slower.
+            guard: Stop speculating while it is measured to be slower.
             graft: Most nodes of a tree that repeat an earlier part of the text; a `shape` has its own.
             draft: Run the draft model; without it a tree has only these nodes.
 
@@ -134,24 +130,16 @@ class LoadedPair:
             acceptance = self.acceptance.nearest(temperature)
             return FixedShape(shape, acceptance, self.latency, config.verify_widths)
         rule = depth or self.depth.rule(temperature) if draft else None
-        key = (temperature, rule, graft, guard)
+        key = (temperature, rule, graft)
         inner = self._policies.get(key)
         if inner is None:
             if len(self._policies) >= POLICIES_KEPT:
                 self._policies.clear()
-            inner = self._policy(temperature, rule, graft)
-            if guard and isinstance(inner, BestShape):
-                inner = LearningShape(inner, self._measured)
-            self._policies[key] = inner
+            inner = self._policies[key] = self._policy(*key)
         return Guard(inner, self.latency) if guard else inner
 
-    @cached_property
-    def _measured(self) -> MeasuredLatency:
-        """The profile, corrected by the steps of all requests."""
-        return MeasuredLatency(self.latency)
-
     def _policy(self, temperature: float, rule: DepthRule | None, graft: int) -> ShapePolicy:
-        """The policy of a depth rule; None is no draft. Requests share it."""
+        """The policy of a depth rule; None is no draft. Requests share it, because it learns nothing."""
         config = self.bundle.config
         acceptance = self.acceptance.nearest(temperature)
         menu: dict[str, Any] = {

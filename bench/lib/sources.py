@@ -15,7 +15,7 @@ __all__ = ["SERVER_ONLY", "code_digests", "normalised", "sources_of"]
 
 PACKAGE = Path(yggdrasil.__file__).parent
 # Policies that `ygg generate` does not import, see tests/bench/test_sources.py.
-SERVER_ONLY = ("policy/gamma", "policy/trees.py", "policy/competing.py")
+SERVER_ONLY = ("policy/gamma", "policy/trees.py", "policy/measured.py", "policy/competing.py")
 PARTS = {
     "decode": (
         *("kernels", "compiler", "models", "step", "schedule", "policy"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from yggdrasil.bundle import Bundle
-from yggdrasil.config import GenerateConfig, SamplingConfig
+from yggdrasil.config import SamplingConfig
 from yggdrasil.engine import Engine
 from yggdrasil.errors import YggError
 from yggdrasil.loading import load_models
@@ -23,7 +23,6 @@ from yggdrasil.models.protocol import TokenModel
 from yggdrasil.page_order import by_slot
 from yggdrasil.pair import LoadedPair
 from yggdrasil.policy.guard import Guard
-from yggdrasil.policy.measured import MeasuredLatency
 from yggdrasil.policy.shape import FixedShape, ShapePolicy
 from yggdrasil.policy.stopping import LowConfidence, SmallGain
 from yggdrasil.schedule.search import plans
@@ -277,21 +276,6 @@ def test_generation_runs_natively_and_records_stages_and_forwards(tiny: LoadedPa
     assert all(sum(each) < result.ms for each, result in zip(parts, results, strict=True))
     assert in_draft < sum(each.head + each.growth for each in parts) < trace.total_ms["draft"]
     assert in_target < sum(each.verify for each in parts) < trace.total_ms["verify"]
-
-
-def test_learning_from_steps_changes_no_text(
-    tiny: LoadedPair, engine: Engine, by_stages: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("yggdrasil.policy.learning.OBSERVING_INTERVAL_MS", 0.0)
-    tokens = tiny.tokenizer.encode(PROMPTS[0])
-    config = GenerateConfig(max_new_tokens=48, ignore_eos=True)
-    pair = replace(tiny, latency=replace(tiny.latency, draft=tiny.latency.draft.slower({})))
-    texts = [
-        [token for result in each.generate(tokens, policy, config) for token in result.tokens]
-        for each, policy in ((engine, pair.policy()), (engine, pair.policy()), (by_stages, pair.policy()))
-    ]
-    assert texts[0] == texts[1] == texts[2]
-    assert pair.policy().inner._measured.state["host_ms"] != MeasuredLatency(pair.latency).state["host_ms"]
 
 
 LEVELS = (((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1), (2, 0)), ((4, 0),))

@@ -64,7 +64,7 @@ def add_parser(verbs: Any) -> None:
         "--no-guard",
         dest="guard",
         action="store_false",
-        help="follow the profile alone, also where speculation is measured to be slower, for measurements",
+        help="speculate also where it is measured to be slower, for measurements",
     )
     parser.add_argument(
         "--live",

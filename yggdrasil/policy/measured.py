@@ -12,26 +12,22 @@ from yggdrasil.state import Shape, StepMs
 __all__ = ["GraphFactors", "MeasuredLatency"]
 
 PACE_WEIGHT = 0.125  # of a new forward in the machine's pace
-CAUTION = 8  # what is expected of a graph counts as this many forwards
 FORWARDS_MEMORY = 64  # the weight of a graph's old forwards fades after this many
-LONG_AGO = 64  # forwards after which what is known of a graph is no more than an expectation
+LONG_AGO = 64  # forwards after which what is known of a graph counts no more than a new one
 # After this many forwards without a graph, and again after each further as many, its known factor falls to
 # a share of itself. So a graph that was much too slow is tried again later than one that was nearly good.
 FORGOTTEN = 512
 BETTER = 0.7
 MOST_JUMP = 2.0  # times the expected ratio: a forward counts for no more, it may have been interrupted
 SAME = 0.05  # factors within this share of the ones in use change nothing
-REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
 
 
 class GraphFactors:
     """Measured over predicted milliseconds of one model's graphs.
 
     The ratio of a forward is the pace of the machine times the factor of its graph. The pace follows the
-    last forwards of graphs whose factor is known, whichever they are, so a graph is not blamed for a slow
-    minute. A graph that runs now and then is often slow for once, so CAUTION forwards as expected count in
-    addition to its own. The ratio of a graph that did not run for long falls to that of the best, little
-    by little.
+    last forwards, whichever graphs ran, so a graph is not blamed for a slow minute. The ratio of a graph
+    that did not run for long falls to that of the best, little by little.
 
     A graph that never ran is expected to take as long as the next smaller one that ran, and the difference
     of the two in the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow
@@ -58,11 +54,11 @@ class GraphFactors:
         self._last[size] = self._num_forwards
         expected = self._expected(size)
         ratio = min(ratio, MOST_JUMP * expected * self._pace)
-        num_known = 0 if since > LONG_AGO else self._forwards[size]
-        self._forwards[size] = num_known + 1
-        weight = num_known / (CAUTION + num_known)
-        self._pace += PACE_WEIGHT * weight * (ratio / expected - self._pace)
-        weight = max(1 / (CAUTION + num_known + 1), 1 / FORWARDS_MEMORY)
+        self._forwards[size] = self._forwards.get(size, 0) + 1
+        if since < FORGOTTEN:
+            self._pace += PACE_WEIGHT * (ratio / expected - self._pace)
+        rarest = 0.5 if since > LONG_AGO else 1 / FORWARDS_MEMORY
+        weight = max(1 / self._forwards[size], rarest)
         self._factors[size] = expected + weight * (ratio / self._pace - expected)
 
     def at(self, size: int) -> float:
@@ -113,8 +109,6 @@ class MeasuredLatency:
         self._draft_in_use = self._draft.at_each()
         self._verify_in_use = self._verify.at_each()
         self._steps = {True: 0, False: 0}
-        self._observed = 0
-        self._next_review = 0  # the number of a step
         self._ran: set[tuple[str, int]] = set()  # graphs, by model and size
 
     def observe_(
@@ -130,7 +124,6 @@ class MeasuredLatency:
         Returns:
             The step's milliseconds by what is known now over those by `in_use`; None if nothing was learnt.
         """
-        self._observed += 1
         profile = self._profile
         drafting = [shape for shape in shapes if shape.depth]
         drafts = bool(drafting)
@@ -199,13 +192,6 @@ class MeasuredLatency:
         expected = self._host_ms[drafts]
         # a single step may have been interrupted
         self._host_ms[drafts] += weight * (min(ms, MOST_JUMP * expected + 0.1) - expected)
-
-    def is_due_(self) -> bool:
-        """Whether to call `use_` now: after every step at first, then now and then."""
-        if self._observed < self._next_review:
-            return False
-        self._next_review = self._observed + min(1 + self._observed // 8, REVIEW_STEPS)
-        return True
 
     def use_(self) -> LatencyModel:
         """Correct the profile by all steps so far.

@@ -35,6 +35,7 @@ STEP_WEIGHT = 0.0625  # of a new step in the goodput of trees
 LONG_AGO = 64  # steps without trees after which what is known of it counts no more than a new step
 MOST_JUMP = 2.0  # a single step lowers the known goodput by no more, it may have been interrupted
 SAME = 0.02  # an acceptance within this share of the one in use changes nothing
+REVIEW_STEPS = 16  # between two uses of new corrections: arms and menus then have to be computed again
 MENUS_KEPT = 512
 
 
@@ -130,6 +131,7 @@ class Trees:
         self._corrected: dict[int, BestShape] = {}
         self._latency = parts.latency
         self._scale = 1.0
+        self._next_review = 0  # the number of a step
         self._menus: dict[tuple[Any, ...], VerifyMenu] = {}
         self._trees: dict[tuple[int, int, int, int, bool], _Draft] = {}
         self._chains: dict[tuple[int, int, int, int], _Draft] = {}
@@ -363,9 +365,10 @@ class Trees:
         self._use_corrections_()
 
     def _use_corrections_(self) -> None:
-        """Use what was learnt, where it differs from what is in use."""
-        if not self.measured.is_due_():
+        """Use what was learnt, where it differs from what is in use: often at first, then now and then."""
+        if self.steps < self._next_review:
             return
+        self._next_review = self.steps + min(1 + self.steps // 8, REVIEW_STEPS)
         scale = self._accepted / self._expected
         latency = self.measured.use_()
         if latency is self._latency and abs(scale - self._scale) <= SAME * self._scale:

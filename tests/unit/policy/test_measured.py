@@ -7,7 +7,7 @@ import random
 import pytest
 
 from yggdrasil.policy.latency import Curve, LatencyModel
-from yggdrasil.policy.measured import CAUTION, FORGOTTEN, GraphFactors, MeasuredLatency
+from yggdrasil.policy.measured import FORGOTTEN, GraphFactors, MeasuredLatency
 from yggdrasil.state import PLAIN, Shape, StepMs
 
 SIZES = (2, 8, 32)
@@ -29,43 +29,27 @@ def observed(factors: GraphFactors, size: int, ratio: float, times: int = 1) -> 
 def test_an_untried_graph_takes_the_difference_of_the_profile_more_than_the_next_smaller_one() -> None:
     slow = GraphFactors(PROFILE.verify)  # 10, 11 and 30 ms
     assert slow.at_each() == dict.fromkeys(SIZES, 1.0)
-    observed(slow, 8, 2.0, 400)
-    assert slow.at_each() == pytest.approx({2: 1.0, 8: 2.0, 32: (22 + 19) / 30}, rel=0.02)
-    for _ in range(400):
-        observed(slow, 2, 1.5)
-        observed(slow, 8, 2.0)
+    observed(slow, 8, 2.0)
+    assert slow.at_each() == pytest.approx({2: 1.0, 8: 2.0, 32: (22 + 19) / 30})
+    observed(slow, 2, 1.5)
     assert slow.at_each() == pytest.approx({2: 1.5, 8: 2.0, 32: (22 + 19) / 30}, rel=0.02)
     quick = GraphFactors(PROFILE.verify)
-    observed(quick, 8, 0.5, 400)
-    assert quick.at_each() == pytest.approx(dict.fromkeys(SIZES, 0.5), rel=0.02)
+    observed(quick, 8, 0.5)
+    assert quick.at_each() == dict.fromkeys(SIZES, 0.5)
 
 
 def test_a_larger_graph_is_never_expected_to_be_quicker_than_one_that_ran() -> None:
     sizes = (2, 8, 32)
     factors = GraphFactors(Curve((0,), sizes, ((1.0, 4.0, 3.0),)))
-    observed(factors, 8, 2.0, 400)
-    assert factors.at_each()[32] == pytest.approx(8 / 3, rel=0.02)
+    observed(factors, 8, 2.0)
+    assert factors.at_each()[32] == pytest.approx(8 / 3)
 
 
-def test_what_is_expected_of_a_graph_counts_as_some_forwards() -> None:
+def test_the_first_forward_of_a_graph_shows_its_factor() -> None:
     factors = GraphFactors(PROFILE.verify)
     observed(factors, 8, 1.0, 50)
-    observed(factors, 2, 1.5)
-    assert factors.at_each()[2] == pytest.approx(1 + 0.5 / (CAUTION + 1))
-    for _ in range(100):
-        observed(factors, 8, 1.0)
-        observed(factors, 2, 1.5)
-    assert factors.at_each()[2] == pytest.approx(1.5, rel=0.1)
-    assert factors.at_each()[8] == pytest.approx(1.0, rel=0.1)
-
-
-def test_a_graph_that_alone_runs_and_is_slower_than_its_profile_does_not_slow_down_others() -> None:
-    factors = GraphFactors(PROFILE.verify)
-    observed(factors, 2, 1.0, 50)
-    observed(factors, 8, 2.0, 100)
-    found = factors.at_each()
-    assert found[8] == pytest.approx(2.0, rel=0.05)
-    assert found[2] < 1.3
+    observed(factors, 2, 0.4)
+    assert factors.at_each() == pytest.approx({2: 0.4, 8: 1.0, 32: (11 + 0.4 * 19) / 30})
 
 
 def test_a_slow_minute_is_not_the_graph_s() -> None:
@@ -88,15 +72,13 @@ def test_an_interrupted_forward_counts_for_little() -> None:
 
 def test_a_graph_that_did_not_run_for_long_is_tried_again_the_later_the_slower_it_was() -> None:
     factors = GraphFactors(PROFILE.verify)
-    for _ in range(400):
-        observed(factors, 2, 2.0)
-        observed(factors, 8, 1.0)
-    observed(factors, 8, 1.0, FORGOTTEN - 2)
-    assert factors.at_each()[2] == pytest.approx(2.0, rel=0.05)
+    observed(factors, 2, 2.0)
+    observed(factors, 8, 1.0, FORGOTTEN - 1)
+    assert factors.at_each()[2] == pytest.approx(2.0)
     observed(factors, 8, 1.0)
     assert 1.0 < factors.at_each()[2] < 2.0
     observed(factors, 8, 1.0, FORGOTTEN)
-    assert factors.at_each()[2] == pytest.approx(1.0, rel=0.02)
+    assert factors.at_each()[2] == pytest.approx(1.0)
 
 
 def test_steps_correct_every_part_of_the_profile() -> None:
@@ -110,7 +92,7 @@ def test_steps_correct_every_part_of_the_profile() -> None:
     )
     measured = MeasuredLatency(PROFILE)
     dice = random.Random(0)
-    for step in range(2000):
+    for step in range(400):
         # one graph of the draft in a step: its head has the size of its growth
         shape, num_tokens = dice.choice([(PLAIN, 1), (Shape(2, 3), 8), (Shape(2, 4), 32)])
         context_len = dice.choice([0, 128, 512])
@@ -119,13 +101,12 @@ def test_steps_correct_every_part_of_the_profile() -> None:
         share = 1.0 if shape.depth else truth.plain_share
         verify_ms = share * truth.verify.at(num_tokens, context_len)
         host_ms = truth.step_host_ms if shape.depth else truth.plain_host_ms
-        cold_ms = 0.3 if shape.depth else 0.0  # of the host's time, in the first forward
-        head_ms = noise * draft_ms / max(1, shape.depth)
         parts = StepMs(0.0, noise * draft_ms, noise * verify_ms, host_ms)
-        if step % 2:
-            parts = StepMs(
-                head_ms + cold_ms, noise * draft_ms - head_ms, noise * verify_ms, host_ms - cold_ms
-            )
+        if step % 2 and shape.depth:
+            # 0.3 ms of the host's time are in the first forward, which finds cold caches
+            head_ms = noise * draft_ms / shape.depth
+            growth_ms = noise * draft_ms - head_ms
+            parts = StepMs(head_ms + 0.3, growth_ms, noise * verify_ms, host_ms - 0.3)
         measured.observe_([shape], num_tokens, context_len, parts)
     in_use = measured.use_()
     assert in_use.draft.at(2, 0) == pytest.approx(truth.draft.at(2, 0), rel=0.05)
@@ -153,20 +134,19 @@ def test_a_step_returns_how_much_slower_it_is_than_the_times_in_use() -> None:
     measured = MeasuredLatency(PROFILE)
     slow = StepMs(0.0, 2 * 3 * 1.0, 2 * 11.0, 0.4)
     measured.observe_([Shape(2, 3)], 8, 0, slow)  # the first forwards teach nothing
-    for _ in range(400):
-        slower = measured.observe_([Shape(2, 3)], 8, 0, slow)
-    assert slower == pytest.approx(28.4 / 14.4, rel=0.02)
+    assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(28.4 / 14.4)
     measured.use_()
-    assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(1.0, rel=0.01)
+    assert measured.observe_([Shape(2, 3)], 8, 0, slow) == pytest.approx(1.0)
 
 
-def test_a_step_of_one_growth_step_does_not_blame_the_draft_s_graph_for_its_cold_forward() -> None:
-    measured = MeasuredLatency(PROFILE)
-    for _ in range(50):
-        measured.observe_([Shape(2, 1)], 2, 0, StepMs(2.7, 0.01, 10.0, 0.1))
-    in_use = measured.use_()
-    assert in_use.draft == PROFILE.draft
-    assert in_use.step_host_ms == pytest.approx(0.1 + 1.7, rel=0.05)
+def test_the_cold_first_forward_of_the_draft_is_the_step_s_not_the_graph_s() -> None:
+    for depth, growth_ms in ((1, 0.01), (3, 2.0)):
+        measured = MeasuredLatency(PROFILE)
+        for _ in range(50):
+            measured.observe_([Shape(2, depth)], 2, 0, StepMs(2.7, growth_ms, 10.0, 0.1))
+        in_use = measured.use_()
+        assert in_use.draft == PROFILE.draft
+        assert in_use.step_host_ms == pytest.approx(0.1 + 1.7, rel=0.05)
 
 
 def test_a_step_in_which_a_graph_runs_for_the_first_time_teaches_nothing() -> None:
