@@ -23,12 +23,11 @@ from typing import Any
 import torch
 
 from bench.lib.claim import Claim, Log, Option, int_from, tokens_option
+from bench.lib.pair import compiled_pair
 from bench.lib.workloads import WORKLOADS
-from yggdrasil.bundle import BUNDLED, bundled_models, is_compiled
+from yggdrasil.bundle import BUNDLED, bundled_models
 from yggdrasil.config import CompileConfig, GenerateConfig, SamplingConfig
-from yggdrasil.offline.pipeline import compile_pair
-from yggdrasil.pair import LoadedPair, load_pair
-from yggdrasil.report.progress import RichProgress
+from yggdrasil.pair import LoadedPair
 from yggdrasil.report.run import Run
 from yggdrasil.state import PLAIN, Shape
 
@@ -73,10 +72,7 @@ def pair_in(weights: str) -> LoadedPair:
     """The bundled pair, compiled in a format under a name of its own where that is not the default."""
     config = FORMATS[weights]
     name = BUNDLED if config == CompileConfig() else f"{BUNDLED}-{weights}"
-    if not is_compiled(name):
-        target, draft = bundled_models()
-        compile_pair(str(target), str(draft), name=name, config=config, progress=RichProgress())
-    return load_pair(name)
+    return compiled_pair(*bundled_models(), name=name, config=config)
 
 
 def mixed_texts(count: int) -> list[tuple[str, str]]:
