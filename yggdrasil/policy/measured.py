@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class GraphFactors:
     of the two in the profile times the smallest ratio, at most 1. So what a wrong profile makes too slow
     gets tried, and what may be better than the slow graphs that run, too. But where the whole machine is
     slower than its profile, a much larger graph does not seem faster than a small one, as it would at the
-    profile's time.
+    profile's time. Between two graphs that ran, it takes at most its share of their difference by tokens.
 
     Args:
         profile: Predicted milliseconds.
@@ -74,19 +74,26 @@ class GraphFactors:
         since = {size: self._num_forwards - last for size, last in self._last.items()}
         best = min((self._factors[size] for size in since if since[size] < FORGOTTEN), default=1.0)
         untried = min(1.0, self._pace * best)
-        found: dict[int, float] = {}
-        known_ms = 0.0
-        at_ms = 0.0
-        for size, ms in self._ms.items():
-            if size in self._factors:
-                factor = self._factors[size]
-                factor = max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
-                known_ms = self._pace * factor * ms
-                at_ms = ms
-                found[size] = self._pace * factor
-            else:
-                found[size] = (known_ms + untried * max(0.0, ms - at_ms)) / ms
-        return found
+        known_ms: dict[int, float] = {}
+        for size, factor in self._factors.items():
+            recalled = max(min(best, factor), factor * BETTER ** (since[size] // FORGOTTEN))
+            known_ms[size] = self._pace * recalled * self._ms[size]
+        return {
+            size: known_ms.get(size, self._untried_ms(size, known_ms, untried)) / ms
+            for size, ms in self._ms.items()
+        }
+
+    def _untried_ms(self, size: int, known_ms: Mapping[int, float], ratio: float) -> float:
+        """Milliseconds of a graph that never ran, by those of the others and this ratio of the best."""
+        smaller = max((each for each in known_ms if each < size), default=0)
+        larger = min((each for each in known_ms if each > size), default=0)
+        low_ms = known_ms.get(smaller, 0.0)
+        expected_ms = low_ms + ratio * max(0.0, self._ms[size] - self._ms.get(smaller, 0.0))
+        if not larger:
+            return expected_ms
+        high_ms = max(low_ms, known_ms[larger])
+        share = (size - smaller) / (larger - smaller) if smaller else 1.0
+        return min(expected_ms, low_ms + share * (high_ms - low_ms))
 
 
 class MeasuredLatency:

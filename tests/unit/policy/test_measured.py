@@ -45,6 +45,22 @@ def test_a_larger_graph_is_never_expected_to_be_quicker_than_one_that_ran() -> N
     assert factors.at_each()[32] == pytest.approx(8 / 3)
 
 
+def test_an_untried_graph_between_two_that_ran_takes_at_most_its_share_of_their_difference() -> None:
+    for profile, expected in (((10.0, 25.0, 12.0), 10.5), ((10.0, 10.2, 12.0), 10.2)):
+        factors = GraphFactors(Curve((0,), SIZES, (profile,)))
+        observed(factors, 2, 1.0)
+        assert factors.at_each()[8] == pytest.approx(1.0)
+        observed(factors, 32, 1.0)
+        assert factors.at_each()[8] * profile[1] == pytest.approx(expected, abs=0.1)
+    falling = GraphFactors(Curve((0,), SIZES, ((10.0, 25.0, 12.0),)))
+    observed(falling, 2, 1.0)
+    observed(falling, 32, 0.5)
+    assert falling.at_each()[8] * 25.0 == pytest.approx(10.0)
+    alone = GraphFactors(Curve((0,), SIZES, ((10.0, 25.0, 12.0),)))
+    observed(alone, 32, 1.0)
+    assert alone.at_each()[8] * 25.0 == pytest.approx(12.0)
+
+
 def test_the_first_forward_of_a_graph_shows_its_factor() -> None:
     factors = GraphFactors(PROFILE.verify)
     observed(factors, 8, 1.0, 50)
