@@ -15,7 +15,7 @@ from yggdrasil.policy.latency import Curve, LatencyModel
 from yggdrasil.policy.shape import StoppingShape
 from yggdrasil.policy.stopping import SmallGain
 from yggdrasil.policy.trees import TreeParts, Trees
-from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepResult
+from yggdrasil.state import PLAIN, DecodeState, Row, Shape, StepMs, StepResult
 from yggdrasil.step.choice import Choice
 from yggdrasil.tree import TokenTree
 
@@ -61,12 +61,22 @@ def load_of(
     )
 
 
-def observed(policy: Trees, load: Load, choice: Choice, ms: float, tokens: int) -> None:
+def observed(
+    policy: Trees, load: Load, choice: Choice, ms: float, tokens: int, parts: StepMs | None = None
+) -> None:
     """A step of this choice in which every row emits the same number of tokens."""
     tree = TokenTree.root(1, 1)
     results = [
         StepResult(
-            [1] * tokens, shape, shape.num_nodes, 4 if shape.depth else 1, 19, 3.0, lambda: tree, [0]
+            [1] * tokens,
+            shape,
+            shape.num_nodes,
+            4 if shape.depth else 1,
+            19,
+            3.0,
+            lambda: tree,
+            [0],
+            parts=parts,
         )
         for shape in choice.shapes
     ]
@@ -74,6 +84,8 @@ def observed(policy: Trees, load: Load, choice: Choice, ms: float, tokens: int) 
     emitted = [tokens] * len(results)
     host_ms = LATENCY.step_host_ms if choice.gamma else LATENCY.plain_host_ms
     draft_ms = 0.3 * (ms - host_ms) if choice.gamma else 0.0
+    if parts is not None:
+        draft_ms = parts.head + parts.growth
     policy.observe(
         Outcome(
             load,
@@ -165,6 +177,24 @@ def test_a_single_row_gets_the_shape_of_the_policy_of_one_request() -> None:
     assert choice.shapes == alone.shapes
     assert choice.gamma == choice.shapes[0].depth == DEPTH
     assert choice.menu.nodes[-1] == 15  # the widest verified tree
+
+
+def test_the_draft_s_cold_first_forward_does_not_make_its_graphs_look_slow() -> None:
+    load = load_of(1)
+    slowness = {}
+    for cold_ms in (0.0, 1.0):
+        policy = policy_of()
+        choice = policy.choose(load)
+        [shape] = choice.shapes
+        head_ms = LATENCY.draft.at(2, 0)
+        growth_ms = (shape.depth - 1) * LATENCY.draft.at(shape.width, 0)
+        growth_ms += shape.depth * LATENCY.growth_host_ms
+        parts = StepMs(head_ms + cold_ms, growth_ms, 10.0, LATENCY.step_host_ms)
+        for _ in range(200):
+            observed(policy, load, choice, sum(parts), 3, parts)
+        slowness[cold_ms] = policy.measured.state["slowness"]["draft"]
+    assert slowness[0.0] == slowness[1.0] == pytest.approx(dict.fromkeys(slowness[0.0], 1.0))
+    assert policy.measured.state["host_ms"]["trees"] == pytest.approx(LATENCY.step_host_ms + 1.0, rel=0.1)
 
 
 def test_rows_share_the_nodes_of_a_graph() -> None:
