@@ -363,5 +363,7 @@ class StepResult:
 
 def truncate(tokens: list[int], *, room: int, eos_tokens: Collection[int]) -> list[int]:
     """The tokens up to the first end-of-text token, that one included, and at most `room` tokens."""
-    ends = (place + 1 for place, token in enumerate(tokens) if token in eos_tokens)
-    return tokens[: min(next(ends, len(tokens)), room)]
+    for place, token in enumerate(tokens[:room]):
+        if token in eos_tokens:
+            return tokens[: place + 1]
+    return tokens[:room]

@@ -11,6 +11,7 @@ import pytest
 import tiny_pair
 import torch
 from conftest import COMPRESSED, compiled
+from plain_texts import assert_streamed_equal
 from torch import Tensor
 
 from yggdrasil.compiler.model import CompiledModel
@@ -104,6 +105,12 @@ def test_rows_are_bitwise_equal_at_every_context(pair: LoadedPair, prefix_len: i
                 ("tree", in_tree(model, size, pair.bundle.config.path_depth)),
             ):
                 assert torch.equal(rows, torch.stack(expected)), f"{name} through {size}"
+
+
+def test_weights_that_no_cache_keeps_give_the_same_bits(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_streamed_equal(pair, monkeypatch)
 
 
 def test_rows_do_not_depend_on_where_the_pages_lie(pair: LoadedPair) -> None:

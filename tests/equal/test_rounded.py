@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SMALLEST, compiled
-from plain_texts import PROMPTS, SAMPLED, assert_equal_to_plain
+from plain_texts import PROMPTS, SAMPLED, assert_equal_to_plain, assert_streamed_equal
 
 from yggdrasil.bundle import compile_command, read_bundle
 from yggdrasil.config import SamplingConfig
@@ -47,6 +47,12 @@ def test_speculation_writes_what_plain_decoding_writes_with_the_same_weights(
 
 def test_a_token_has_the_same_bits_in_every_graph(pair: LoadedPair) -> None:
     assert pair.bundle.inexact_widths == ()
+
+
+def test_weights_that_no_cache_keeps_give_the_same_bits(
+    pair: LoadedPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_streamed_equal(pair, monkeypatch)
 
 
 def test_graphs_read_weights_in_the_chosen_formats(pair: LoadedPair) -> None:

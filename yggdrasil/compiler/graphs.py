@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from yggdrasil.compiler.fusion import fuse_linears_
 from yggdrasil.compiler.regions import compile_regions, read_regions, regions_of
-from yggdrasil.compiler.rotary import evaluate_sines_once_
+from yggdrasil.compiler.rotary import evaluate_sines_once_, rotate_by_halves_
 from yggdrasil.errors import ArtifactError
 from yggdrasil.kernels.compilations import count_compilation
 from yggdrasil.kernels.shims import c_shims
@@ -81,6 +81,7 @@ def compile_graph(
         fuse_linears_(exported.graph_module.graph)
         if not meta_NM.is_cuda:
             evaluate_sines_once_(exported.graph_module.graph)
+            rotate_by_halves_(exported.graph_module.graph)
         exported.graph_module.recompile()
         options = {
             **INDUCTOR_OPTIONS,
@@ -130,6 +131,7 @@ class LoadedGraph:
 
     Args:
         constants: Every weight and buffer by its name in the module. Aliasing: kept alive, never copied.
+        is_streamed: Whether no cache keeps the weights until the next forward.
         command: The command that builds the package again, for the error.
 
     Attributes:
@@ -140,13 +142,17 @@ class LoadedGraph:
         StoreError: the folder for temporary files, where the package is unpacked, is full or not writable.
     """
 
-    def __init__(self, path: Path, constants: dict[str, Tensor], command: str) -> None:
+    def __init__(self, path: Path, constants: dict[str, Tensor], is_streamed: bool, command: str) -> None:
         device_index = next(iter(constants.values())).device.index
         try:
             regions = read_regions(path)
             with storage.store_errors(Path(tempfile.gettempdir())), storage.scratch_for_graphs():
                 self.graph_object: Any = torch.classes.ygg.Graph(
-                    str(path), -1 if device_index is None else device_index, constants, *map(list, regions)
+                    str(path),
+                    -1 if device_index is None else device_index,
+                    constants,
+                    is_streamed,
+                    *map(list, regions),
                 )
         except (RuntimeError, OSError, ValueError, TypeError, BadZipFile) as error:
             raise ArtifactError(path, f"corrupt ({str(error).strip().splitlines()[0]})", command) from None

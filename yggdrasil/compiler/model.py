@@ -20,6 +20,8 @@ from yggdrasil.models.packing import empty_meta
 
 __all__ = ["CompiledModel", "graph_path"]
 
+MOST_CACHED = 96 << 20  # bytes of the largest cache that the cores of a CPU share, but for a few servers'
+
 
 def graph_path(folder: Path, num_tokens: int) -> Path:
     """Path of the graph for `num_tokens` in a model's folder of the bundle."""
@@ -71,7 +73,11 @@ class CompiledModel(Generic[Storage]):
         self.weights = weights
         constants = {**weights, **cache_constants(cache)}
         self._meta = {size: empty_meta(size, max_depth, device=device) for size in menu.sizes}
-        loaded = {size: LoadedGraph(graph_path(folder, size), constants, command) for size in menu.sizes}
+        is_streamed = self.weight_bytes > MOST_CACHED
+        loaded = {
+            size: LoadedGraph(graph_path(folder, size), constants, is_streamed, command)
+            for size in menu.sizes
+        }
         self._graphs: Mapping[int, LoadedGraph | ReplayedGraph] = loaded
         if device == "cuda":
             full_precision()

@@ -1,6 +1,8 @@
 // Bodies of graph.h.
 #include "graph.h"
 
+#include "operators.h"
+
 #include <algorithm>
 #include <utility>
 
@@ -20,7 +22,9 @@ at::Tensor weight_of(const Weights& weights, const std::string& name) {
 
 }  // namespace
 
-Graph::Graph(const std::string& path, int64_t device, const Weights& weights, const Regions& regions) {
+Graph::Graph(const std::string& path, int64_t device, const Weights& weights, bool is_streamed,
+             const Regions& regions)
+    : is_streamed_(is_streamed) {
   const auto load = [&](const std::string& model) {
     loaders_.push_back(std::make_unique<Loader>(path, model, true, 1, c10::DeviceIndex(device)));
   };
@@ -63,6 +67,7 @@ void Graph::bind_(const Regions& regions, const Weights& weights) {
 }
 
 std::tuple<at::Tensor, at::Tensor> Graph::run(const at::Tensor& meta) {
+  const StreamedWeights streamed(is_streamed_);
   if (calls_.empty()) {
     std::vector<at::Tensor> outputs = loaders_[0]->run({meta});
     return {outputs[0], outputs[1]};

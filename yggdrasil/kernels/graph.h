@@ -22,10 +22,11 @@ struct Regions {
 // A compiled graph bound to its caller's weights.
 class Graph : public torch::CustomClassHolder {
  public:
-  // `weights` holds every constant that the package names. Device -1 is the current one. Without regions
-  // the package is one model. Calls are not locked: a graph has one caller.
+  // `weights` holds every constant that the package names; they are streamed if no cache keeps them until
+  // the next forward. Device -1 is the current one. Without regions the package is one model. Calls are not
+  // locked: a graph has one caller.
   Graph(const std::string& path, int64_t device, const c10::Dict<std::string, at::Tensor>& weights,
-        const Regions& regions);
+        bool is_streamed, const Regions& regions);
 
   // Returns a draft's best tokens and their log-probabilities, or a target's logits and last hidden states.
   std::tuple<at::Tensor, at::Tensor> run(const at::Tensor& meta);
@@ -41,7 +42,8 @@ class Graph : public torch::CustomClassHolder {
   void bind_(const c10::Dict<std::string, at::Tensor>& weights);
   void bind_(const Regions& regions, const c10::Dict<std::string, at::Tensor>& weights);
 
-  // declared first: the loaders borrow these tensors
+  bool is_streamed_;
+  // declared before the loaders, which borrow these tensors
   std::unordered_map<std::string, at::Tensor> constants_;
   std::vector<std::unique_ptr<Loader>> loaders_;
   std::vector<Call> calls_;

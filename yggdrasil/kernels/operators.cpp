@@ -10,11 +10,30 @@
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
+#include <utility>
+
 #include "graph.h"
 #include "step.h"
 
 at::Tensor ygg::empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::detail::empty_cpu(sizes, options);
+}
+
+at::Tensor ygg::view(const at::Tensor& tensor, int64_t first, at::IntArrayRef sizes) {
+  const int64_t last = first + c10::multiply_integers(sizes);
+  TORCH_CHECK(tensor.is_contiguous() && 0 <= first && last <= tensor.numel(), "elements ", first, " to ",
+              last, " are no contiguous part of a tensor of ", tensor.sizes());
+  at::Tensor part = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
+  part.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + first);
+  part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return part;
+}
+
+at::Tensor ygg::rows_of(const at::Tensor& tensor, int64_t first, int64_t count) {
+  c10::SmallVector<int64_t, 4> sizes(tensor.sizes());
+  const int64_t rows = std::exchange(sizes[0], count);
+  return view(tensor, rows ? first * (tensor.numel() / rows) : 0, sizes);
 }
 
 // ---- arguments and results as torch passes them ----
@@ -92,9 +111,11 @@ using Names = std::vector<std::vector<std::string>>;
 
 c10::intrusive_ptr<ygg::Graph> make_graph(const std::string& path, int64_t device,
                                           const c10::Dict<std::string, Tensor>& weights,
-                                          std::vector<int64_t> kinds, Names inputs, Names outputs) {
+                                          bool is_streamed, std::vector<int64_t> kinds, Names inputs,
+                                          Names outputs) {
   return c10::make_intrusive<ygg::Graph>(
-      path, device, weights, ygg::Regions{std::move(kinds), std::move(inputs), std::move(outputs)});
+      path, device, weights, is_streamed,
+      ygg::Regions{std::move(kinds), std::move(inputs), std::move(outputs)});
 }
 
 using StepPointer = c10::intrusive_ptr<ygg::Step>;

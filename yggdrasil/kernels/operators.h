@@ -15,8 +15,24 @@ namespace ygg {
 
 // at::empty.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
+// A view of a contiguous tensor from its element `first` on. After a forward, torch's own views take 5 us:
+// their code is in no cache.
+at::Tensor view(const at::Tensor& tensor, int64_t first, at::IntArrayRef sizes);
+// The view of `count` rows of a contiguous tensor, as Tensor::narrow.
+at::Tensor rows_of(const at::Tensor& tensor, int64_t first, int64_t count);
 
 // ---- linear.cpp ----
+
+// While one lives with `is_streamed`, the forward on this thread reads more weights than caches hold.
+class StreamedWeights {
+ public:
+  explicit StreamedWeights(bool is_streamed);
+  ~StreamedWeights();
+  StreamedWeights(const StreamedWeights&) = delete;
+
+ private:
+  bool before_;
+};
 
 at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed,
                          const std::optional<at::Tensor>& bias, int64_t out_features);

@@ -154,7 +154,7 @@ struct Ahead {
 };
 
 // kRows rows, a block, of kPanels panels: writes kRows x 16 sums for each, `stride` floats apart.
-template <int kBits, int kRows, int kPanels>
+template <int kBits, int kRows, int kPanels, bool kIsReadOnce>
 void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, const Word* x,
                      const std::array<Ahead<kPanels>, 2>& ahead) {
   constexpr int64_t kBytes = group_bytes(kBits);
@@ -177,7 +177,7 @@ void multiply_groups(float* out, int64_t stride, const uint8_t* const* panels, c
       for (int line = 0; line < group_lines(kBits); ++line) {
 #pragma GCC unroll 4
         for (int p = 0; p < kPanels; ++p) {
-          if (line * 64 < part.bytes) prefetch_line(part.from[p] + line * 64);
+          if (line * 64 < part.bytes) prefetch_line<kIsReadOnce>(part.from[p] + line * 64);
 #pragma GCC unroll 4
           for (int v = 0; v < kVecs; ++v) {
             const WordVec weights = line_of<kBits>(group[p] + kScaleBytes, line, v);

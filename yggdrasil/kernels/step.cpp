@@ -75,8 +75,8 @@ Candidates joined(std::vector<Candidates> parts) {
   int64_t first = 0;
   for (const Candidates& part : parts) {
     const int64_t num = part.tokens.size(0);
-    all.log_probs.narrow(0, first, num).copy_(part.log_probs);
-    all.tokens.narrow(0, first, num).copy_(part.tokens);
+    rows_of(all.log_probs, first, num).copy_(part.log_probs);
+    rows_of(all.tokens, first, num).copy_(part.tokens);
     first += num;
   }
   return all;
@@ -196,7 +196,7 @@ std::vector<Candidates> Step::run_chunks_(const std::vector<Chunk>& chunks) {
       const int64_t count_read = nums_read[part], first = end - count_read;
       if (count_read)
         found[of_part[part]].push_back(
-            {log_probs.narrow(0, first, count_read), best.narrow(0, first, count_read)});
+            {rows_of(log_probs, first, count_read), rows_of(best, first, count_read)});
     }
     for (std::vector<int64_t>* list : {&tokens, &lens, &starts, &places, &nums_read, &reads}) list->clear();
     of_part.clear();
@@ -345,7 +345,7 @@ void Step::run_nodes_(const std::vector<Growing*>& batch, int64_t num_tokens) {
   int64_t first = 0;
   for (Growing* row : batch) {
     const int64_t width = row->num_nodes - row->num_known;
-    record_forward_(*row, {log_probs.narrow(0, first, width), tokens.narrow(0, first, width)});
+    record_forward_(*row, {rows_of(log_probs, first, width), rows_of(tokens, first, width)});
     row->num_run = row->num_nodes;
     first += width;
   }
@@ -371,7 +371,7 @@ void Step::grow_(std::vector<Growing>& rows) {
         batch.clear();
         num_tokens = 0;
       }
-      attach_(*row, nodes_meta_.narrow(0, num_tokens, width));
+      attach_(*row, rows_of(nodes_meta_, num_tokens, width));
       if (row->is_grown) continue;
       batch.push_back(row);
       growing.push_back(row);
@@ -472,23 +472,23 @@ void Step::run_target_(at::ArrayRef<Prompt> prompts) {
     const int64_t lag = row.row.lag(), kept = row.pruned.tree.capacity(), root_pos = row.row.root_pos();
     const Tree& tree = row.pruned.tree;
     if (lag)
-      pack_chains_(meta.narrow(0, row.root_at - lag, lag), {row.row.text(row.row.target_len, root_pos),
-                                                            {lag},
-                                                            {row.row.target_len},
-                                                            {row.row.place},
-                                                            {0},
-                                                            {kReadBest}});
-    pack_nodes_(meta.narrow(0, row.root_at, kept), tree.token, tree.depth, tree.path,
+      pack_chains_(rows_of(meta, row.root_at - lag, lag), {row.row.text(row.row.target_len, root_pos),
+                                                           {lag},
+                                                           {row.row.target_len},
+                                                           {row.row.place},
+                                                           {0},
+                                                           {kReadBest}});
+    pack_nodes_(rows_of(meta, row.root_at, kept), tree.token, tree.depth, tree.path,
                 {0, kept, root_pos, row.row.place, kReadBest});
   }
   int64_t first = num_nodes;
   for (const Prompt& prompt : prompts) {
-    pack_chains_(meta.narrow(0, first, prompt.len), {{prompt.tokens, size_t(prompt.len)},
-                                                     {prompt.len},
-                                                     {prompt.start},
-                                                     {prompt.place},
-                                                     {0},
-                                                     {kReadBest}});
+    pack_chains_(rows_of(meta, first, prompt.len), {{prompt.tokens, size_t(prompt.len)},
+                                                    {prompt.len},
+                                                    {prompt.start},
+                                                    {prompt.place},
+                                                    {0},
+                                                    {kReadBest}});
     first += prompt.len;
   }
   pad_(meta, count);
@@ -500,21 +500,21 @@ void Step::accept_() {
   const bool any_greedy =
       std::any_of(rows_.begin(), rows_.end(), [](const Growing& row) { return row.row.temperature == 0; });
   const int64_t num_nodes = rows_.empty() ? 0 : rows_.back().root_at + rows_.back().pruned.tree.capacity();
-  const Largest best = any_greedy ? largest(logits_.narrow(0, 0, num_nodes)) : Largest{};
+  const Largest best = any_greedy ? largest(rows_of(logits_, 0, num_nodes)) : Largest{};
   for (Growing& each : rows_) {
     const Row& row = each.row;
     const Tree& tree = each.pruned.tree;
     const int64_t kept = tree.capacity();
     if (row.temperature == 0 && row.processors < 0) {
       each.accepted =
-          walk({best.values.narrow(0, each.root_at, kept), best.tokens.narrow(0, each.root_at, kept)},
+          walk({rows_of(best.values, each.root_at, kept), rows_of(best.tokens, each.root_at, kept)},
                tree.parent, tree.token);
     } else {
-      each.accepted = follow_sampling(logits_.narrow(0, each.root_at, kept), tree.parent, tree.token,
+      each.accepted = follow_sampling(rows_of(logits_, each.root_at, kept), tree.parent, tree.token,
                                       row.root_pos(), row.sampling(), each.text.get());
       if (each.text && !each.accepted.path.empty()) {
         const int64_t last = each.root_at + each.accepted.path.back();
-        each.row.top_logit = largest(logits_.narrow(0, last, 1)).values.const_data_ptr<float>()[0];
+        each.row.top_logit = largest(rows_of(logits_, last, 1)).values.const_data_ptr<float>()[0];
       }
     }
   }
@@ -590,7 +590,7 @@ void Step::verify(at::ArrayRef<Row> joining, at::ArrayRef<Prompt> prompts, Reply
     result.expected = row.pruned.expected;
     result.top_logit = row.row.top_logit;
     if (!row.accepted.path.empty()) {
-      const at::Tensor hidden = hidden_.select(0, row.root_at + row.accepted.path.back());
+      const at::Tensor hidden = rows_of(hidden_, row.root_at + row.accepted.path.back(), 1);
       result.hidden = hidden.const_data_ptr();
       result.hidden_bytes = int64_t(hidden.element_size());
     }

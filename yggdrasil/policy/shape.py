@@ -90,7 +90,9 @@ class FixedShape(ShapePolicy):
 
     def choose(self, rows: Sequence[Row]) -> Choice:
         shape = self.shape_of(rows)
-        lag = sum(row.state.root_pos - row.target_len for row in rows)
+        lag = 0
+        for row in rows:
+            lag += row.state.root_pos - row.target_len
         key = (id(shape), context_key(rows), len(rows), lag)
         known = self._choices.get(key)
         if known is None:
@@ -146,7 +148,7 @@ def grafted(shape: Shape, graft: int) -> Shape:
 
 def context_key(rows: Sequence[Row]) -> int:
     """The context of the longest row, rounded down to a multiple of CONTEXT_STEP."""
-    return max(row.state.root_pos for row in rows) // CONTEXT_STEP * CONTEXT_STEP
+    return max([row.state.root_pos for row in rows]) // CONTEXT_STEP * CONTEXT_STEP
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,13 +27,11 @@ from yggdrasil.models.protocol import TokenGraphs
 from yggdrasil.state import PLAIN, DecodeState, HostHidden, Inspection, Row, Shape, StepMs, StepResult
 from yggdrasil.step.accept import choose_rows
 from yggdrasil.step.border import (
-    DRAFT_MS,
     FORWARD,
-    GRAPH_MS,
     MASK,
     RESULT,
     ROW,
-    VERIFY_MS,
+    TIMES_MS,
     Calls,
     ForwardStruct,
     PromptStruct,
@@ -57,8 +55,9 @@ NEVER = torch.empty(0, dtype=torch.float64), -math.inf
 KEPT_RECORDS = 256  # calibrations, stop rules, levels and processors that the C++ step keeps
 MOST_DRAFTED = 512  # nodes of a drafted tree
 MOST_TOP_K = 2**31  # no vocabulary is larger
-DRAFT_STAGES = ("catch up", "draft", "prune")
+DRAFT_STAGES = ("draft", "prune")
 VERIFY_STAGES = ("verify", "accept", "commit")
+STAGES = DRAFT_STAGES + VERIFY_STAGES
 
 
 class NativeStep:
@@ -106,6 +105,8 @@ class NativeStep:
         self._shapes: list[Shape] = []
         self._started = 0.0
         self._catches_up = False
+        self._forwards_of_target = partial(self._forwards_of, 0)
+        self._forwards_of_draft = partial(self._forwards_of, 1)
 
     @staticmethod
     def runs(*models: TokenGraphs) -> bool:
@@ -127,9 +128,9 @@ class NativeStep:
         self._send_(rows, choice)
         self._forget_hidden_()
         self._masks.call(self._calls.run, self._rows, len(rows), menu_struct(choice.menu), self._reply)
-        names, marks_ms = self._drafted()
-        self._trace.note(names + VERIFY_STAGES, marks_ms + VERIFY_MS.read(self._reply)[1:])
-        return self._finish_()
+        times_ms = TIMES_MS.read(self._reply)
+        self._trace.note(STAGES, self._drafted(times_ms) + times_ms[6:9])
+        return self._finish_(times_ms)
 
     def draft(self, rows: Sequence[Row], choice: Choice) -> int:
         """Draft and prune a tree for every row.
@@ -140,7 +141,8 @@ class NativeStep:
         self._start_(rows, choice.shapes, time.perf_counter())
         self._send_(rows, choice)
         self._masks.call(self._calls.draft, self._rows, len(rows), menu_struct(choice.menu), self._reply)
-        self._trace.note(*self._drafted())
+        times_ms = TIMES_MS.read(self._reply)
+        self._trace.note(DRAFT_STAGES, self._drafted(times_ms))
         return int(self._reply.num_tokens)
 
     def verify(self, joining: Sequence[Row], prompts: Sequence[Chunk]) -> list[StepResult]:
@@ -164,25 +166,19 @@ class NativeStep:
         )
         self._forget_hidden_()
         self._masks.call(self._calls.verify, self._rows, len(joining), chunks, len(prompts), self._reply)
-        self._trace.note(VERIFY_STAGES, VERIFY_MS.read(self._reply))
+        times_ms = TIMES_MS.read(self._reply)
+        self._trace.note(VERIFY_STAGES, times_ms[5:9])
         self._stepping += joining
         self._shapes += [PLAIN] * len(joining)
-        return self._finish_()
+        return self._finish_(times_ms)
 
-    def _drafted(self) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """The stages of the last draft, and the milliseconds at which the first began and each ended."""
-        begin_ms, caught_up_ms, _, grown_ms, pruned_ms = DRAFT_MS.read(self._reply)
+    def _drafted(self, times_ms: Sequence[float]) -> tuple[float, ...]:
+        """When drafting began and ended, and when pruning ended. Catching up before it is a stage, too."""
+        begin_ms, caught_up_ms, _, grown_ms, pruned_ms, *_ = times_ms
         if self._catches_up:
-            return DRAFT_STAGES, (begin_ms, caught_up_ms, grown_ms, pruned_ms)
-        return DRAFT_STAGES[1:], (begin_ms, grown_ms, pruned_ms)
-
-    def _parts(self, ms: float) -> StepMs:
-        """What a step of this time is made of."""
-        begin_ms, caught_up_ms, head_ms, grown_ms, _ = DRAFT_MS.read(self._reply)
-        given_ms, verified_ms, *_ = VERIFY_MS.read(self._reply)
-        verify_ms = verified_ms - given_ms
-        host_ms = ms - (grown_ms - begin_ms) - verify_ms
-        return StepMs(head_ms - caught_up_ms, grown_ms - head_ms, verify_ms, host_ms)
+            self._trace.note(("catch up",), (begin_ms, caught_up_ms))
+            begin_ms = caught_up_ms
+        return begin_ms, grown_ms, pruned_ms
 
     def logits(self, place: int, path: Sequence[int]) -> Tensor:
         """The target's logits after nodes of the place-th row of the last step, (len(path), V)."""
@@ -196,7 +192,9 @@ class NativeStep:
         self._shapes = list(shapes)
         self._masks.clear()
         self._num_extra = 0
-        self._catches_up = any(row.lag > 1 and shape.depth for row, shape in zip(rows, shapes, strict=True))
+        self._catches_up = False
+        for row, shape in zip(rows, shapes, strict=True):
+            self._catches_up |= shape.depth > 0 and row.lag > 1
 
     def _send_(self, rows: Sequence[Row], choice: Choice) -> None:
         self._records.make_room_()
@@ -259,22 +257,25 @@ class NativeStep:
 
     def _make_room_(self, rows: Sequence[Row], shapes: Sequence[Shape]) -> None:
         """Let the reply also hold the drafted trees of the rows to inspect."""
-        self._num_extra += sum(
-            shape.num_nodes * (1 + self._node_words)
-            for row, shape in zip(rows, shapes, strict=True)
-            if row.state.inspect
-        )
+        for row, shape in zip(rows, shapes, strict=True):
+            if row.state.inspect:
+                self._num_extra += shape.num_nodes * (1 + self._node_words)
         needed = self._num_verified_words + self._num_extra
         if needed > len(self._words):
             self._words = array("i", bytes(4 * needed))
             self._reply.words, self._reply.max_words = self._words.buffer_info()
 
-    def _finish_(self) -> list[StepResult]:
+    def _finish_(self, times_ms: Sequence[float]) -> list[StepResult]:
         """Read the results into the rows."""
-        for number, ms in enumerate(GRAPH_MS.read(self._reply)):
-            self._models[number].record_forwards_(ms, partial(self._forwards_of, number))
+        begin_ms, caught_up_ms, headed_ms, grown_ms, _, given_ms, verified_ms, *_ = times_ms
+        *_, target_ms, draft_ms = times_ms
+        target, draft = self._models
+        target.record_forwards_(target_ms, self._forwards_of_target)
+        draft.record_forwards_(draft_ms, self._forwards_of_draft)
         ms = (time.perf_counter() - self._started) * 1e3
-        parts = self._parts(ms)
+        verify_ms = verified_ms - given_ms
+        host_ms = ms - (grown_ms - begin_ms) - verify_ms
+        parts = StepMs(headed_ms - caught_up_ms, grown_ms - headed_ms, verify_ms, host_ms)
         return [
             self._result_(row, shape, RESULT.read(self._results, place), ms, parts)
             for place, (row, shape) in enumerate(zip(self._stepping, self._shapes, strict=True))

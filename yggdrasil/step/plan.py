@@ -154,7 +154,7 @@ class Plan:
 
     def helps(self, temperature: float) -> bool:
         """Whether any stage runs ahead of time at this temperature: at 0 there is no noise to draw."""
-        return any(stage != "noise" or temperature > 0 for stage in self.ahead)
+        return self.ahead != () and (temperature > 0 or self.ahead != ("noise",))
 
     def form(self, stage: str) -> str:
         """The name under which the stage's milliseconds are measured.

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from yggdrasil.errors import ArtifactError, ConfigError
+from yggdrasil.text.decoding import UNKNOWN, ByteDecoder, Decoder, RecentDecoder
 
 __all__ = ["TextStream", "Tokenizer", "keep_whole_"]
 
 LONG_TEXT = 1 << 10  # characters
-CONTEXT = 8  # earlier tokens that are decoded together with new ones
-MOST_DECODED = 32  # tokens decoded in a step
 
 
 class Tokenizer:
@@ -37,6 +36,7 @@ class Tokenizer:
         except Exception as error:  # the library raises a bare Exception for every cause
             raise ArtifactError(path, f"missing or corrupt ({error})", command) from None
         keep_whole_(self._tokenizer)
+        self._bytes: dict[int, bytes] = {}  # of the tokens that `bytes_of` has met
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.num_tokens} tokens)"
@@ -85,10 +85,38 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=not special_tokens)
         return text
 
+    def decoder(self, after: Sequence[int] = ()) -> Decoder:
+        """Decodes a text while its tokens come.
+
+        Args:
+            after: Tokens before the text, such as a prompt's.
+        """
+        return ByteDecoder(self) if self.is_byte_level else RecentDecoder(self, after)
+
+    @cached_property
+    def is_byte_level(self) -> bool:
+        """Whether a text is nothing but the bytes of its tokens, those of GPT-2, Llama 3 and Qwen."""
+        import tokenizers
+
+        return isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of tokens of a byte-level tokenizer, of special ones none."""
+        known = self._bytes
+        for token in tokens:
+            if token not in known:
+                [piece] = [""] if self.is_special(token) else self.pieces([token])
+                known[token] = _spelled(piece, otherwise=piece)
+        return b"".join([known[token] for token in tokens])
+
     def is_special(self, token: int) -> bool:
         """Whether a token marks something and is no part of a text."""
-        added = self._tokenizer.get_added_tokens_decoder().get(token)
-        return added is not None and bool(added.special)
+        return token in self._special_tokens
+
+    @cached_property
+    def _special_tokens(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary spells them, such as `Ġfox`; empty for an id without a token."""
@@ -108,12 +136,7 @@ class Tokenizer:
         piece: str = self._tokenizer.id_to_token(token) or ""
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):  # SentencePiece spells the bytes of rare characters
             return bytes.fromhex(piece[3:5])
-        spelled = _byte_of_letter()
-        return (
-            bytes(spelled[letter] for letter in piece)
-            if all(letter in spelled for letter in piece)
-            else text.encode()
-        )
+        return _spelled(piece, otherwise=text)
 
     @cached_property
     def _anchor(self) -> int:
@@ -135,7 +158,6 @@ class TextStream:
             of a text, and the stream is not one.
 
     Attributes:
-        text: Everything released so far.
         num_tokens: Tokens of the stream, up to the one that completed a stop text.
         stopped: Whether a stop text was completed.
 
@@ -152,20 +174,19 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
         self._stop = tuple(stop)
-        before = tokenizer.decode(after[-CONTEXT:])
-        # if the prompt ends within a character, where its text ends is unknown
-        is_whole = not before.endswith("\ufffd")
-        self._tokens = list(after[-CONTEXT:]) if is_whole else []
-        self._offset = len(before) if is_whole else 0  # characters of the prompt in the decoded text
-        self._settled = ""
-        self.text = ""
+        self._decoder = tokenizer.decoder(after)
+        self._released: list[str] = []
         self.num_tokens = 0
         self.stopped = False
 
     def __repr__(self) -> str:
         return f"TextStream({self.text!r}, {self.num_tokens} tokens{', stopped' * self.stopped})"
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._released)
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens, up to the one that completes a stop text; returns the text that is now final."""
@@ -182,44 +203,33 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest: an unfinished character, or the beginning of a stop text."""
-        return "" if self.stopped else self._release(self._decoded(), final=True)
+        return "" if self.stopped else self._release(final=True)
 
     def _add(self, tokens: Sequence[int]) -> str:
-        self._tokens.extend(tokens)
+        self._decoder.add(tokens)
         self.num_tokens += len(tokens)
-        return self._release(self._decoded(), final=False)
+        return self._release(final=False)
 
-    def _decoded(self) -> str:
-        tail = self._tokenizer.decode(self._tokens)[self._offset :]
-        whole = self._settled + tail
-        if len(self._tokens) > MOST_DECODED:
-            self._forget(tail)
-        return whole
-
-    def _forget(self, tail: str) -> None:
-        """Drop old tokens so that the cost of a step does not grow, unless a character spans the cut."""
-        tokens = self._tokens[-2 * CONTEXT :]
-        before = self._tokenizer.decode(tokens[:CONTEXT])
-        recent = self._tokenizer.decode(tokens)[len(before) :]
-        if tail.endswith(recent) and not before.endswith("\ufffd"):
-            self._settled += tail[: len(tail) - len(recent)]
-            self._tokens = tokens
-            self._offset = len(before)
-
-    def _release(self, decoded: str, *, final: bool) -> str:
+    def _release(self, *, final: bool) -> str:
+        decoded = self._decoder.text(final=final)
         end = len(decoded)
         for stop in self._stop:
-            found = decoded.find(stop, max(0, len(self.text) - len(stop) + 1))
-            if 0 <= found < end:
+            if 0 <= (found := decoded.find(stop)) < end:
                 end = found
                 self.stopped = True
         if not self.stopped and not final:
-            while end > len(self.text) and decoded[end - 1] == "\ufffd":
-                end -= 1
-            end -= max((self._overlap(decoded[:end], stop) for stop in self._stop), default=0)
-        released = decoded[len(self.text) : max(end, len(self.text))]
-        self.text += released
+            end = self._whole_end(decoded)
+        released = decoded[:end]
+        self._decoder.take(end)
+        self._released.append(released)
         return released
+
+    def _whole_end(self, decoded: str) -> int:
+        """Where the text ends that no later token can change or make a part of a stop text."""
+        whole = decoded.rstrip(UNKNOWN)
+        if not self._stop:
+            return len(whole)
+        return len(whole) - max(self._overlap(whole, stop) for stop in self._stop)
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
@@ -240,11 +250,27 @@ def keep_whole_(tokenizer: Any) -> None:
     tokenizer.no_padding()
 
 
-@cache
-def _byte_of_letter() -> dict[str, int]:
-    """The letters of byte-level tokenizers: printable Latin-1 is itself, other bytes start at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+class _Letters(dict[int, int]):
+    """The bytes that the letters of byte-level tokenizers stand for: printable Latin-1 is itself, other
+    bytes start at U+0100. What is no such letter becomes one that no byte is.
+    """
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in printable]
+        super().__init__({byte: byte for byte in printable})
+        self.update({256 + place: byte for place, byte in enumerate(others)})
+
+    def __missing__(self, letter: int) -> int:
+        return 0x100
+
+
+_LETTERS = _Letters()
+
+
+def _spelled(piece: str, *, otherwise: str) -> bytes:
+    """The bytes that a token of a byte-level tokenizer spells; those of `otherwise` if it spells none."""
+    try:
+        return piece.translate(_LETTERS).encode("latin-1")
+    except UnicodeEncodeError:
+        return otherwise.encode()

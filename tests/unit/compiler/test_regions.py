@@ -92,7 +92,7 @@ def run(path: Path, model: Any, kind: str) -> list[Tensor]:
     cache.storage_PL2GSF.zero_()
     tensors = [*forward.named_parameters(remove_duplicate=False), *forward.named_buffers()]
     weights = {name: tensor for name, tensor in tensors if name.startswith("model.")}
-    graph = LoadedGraph(path, {**weights, **cache_constants(cache)}, "")
+    graph = LoadedGraph(path, {**weights, **cache_constants(cache)}, False, "")
     outputs: list[Tensor] = []
     for start in (0, NUM_TOKENS):
         meta_NM = empty_meta(int(path.stem.split("_")[1]), 5)
@@ -153,4 +153,4 @@ def test_a_damaged_package_is_reported(tmp_path: Path, damage: str) -> None:
         with ZipFile(path, "w") as archive:
             archive.writestr("graph/extra/regions.json", "[" if damage == "no list" else "[1, 2, 3, 4]")
     with pytest.raises(ArtifactError, match="corrupt"):
-        LoadedGraph(path, {"weight": torch.zeros(1)}, "ygg compile")
+        LoadedGraph(path, {"weight": torch.zeros(1)}, False, "ygg compile")

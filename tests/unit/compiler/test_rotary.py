@@ -1,4 +1,5 @@
-"""The pass realizes the sines that several layers read, and only those; Inductor computes them once.
+"""One pass realizes the sines that several layers read, and only those; Inductor computes them once. The
+other rotates vectors by halves.
 
 Shapes: H = heads, F = features of a head.
 """
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from yggdrasil.compiler.rotary import evaluate_sines_once_
+from yggdrasil.compiler.rotary import evaluate_sines_once_, rotate_by_halves_
 
 
 class Rotary(nn.Module):
@@ -71,3 +72,77 @@ def test_inductor_computes_sines_once_only_after_the_pass(is_rewritten: bool) ->
     _, [code] = run_and_get_code(torch.compile(program.module(), fullgraph=True), *arguments)
     calls = re.findall(r"^ +cpp_fused\w*_cos_\w*\(", code, re.MULTILINE)
     assert len(calls) == (1 if is_rewritten else 3)
+
+
+class Function(nn.Module):
+    """A function of a vector, cosines and sines as a module that can be exported."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x_HNF: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> Tensor:
+        result: Tensor = self.function(x_HNF, cos_NF, sin_NF)
+        return result
+
+
+def turned(x_HNF: Tensor, half: int = 16, dim: int = -1) -> Tensor:
+    return torch.cat((-x_HNF[..., half:], x_HNF[..., :half]), dim)
+
+
+def turned_back(x_HNF: Tensor) -> Tensor:
+    return torch.cat((-x_HNF[..., :16], x_HNF[..., 16:]), -1)
+
+
+def used_twice(turned_HNF: Tensor, x_HNF: Tensor, cos_NF: Tensor, sin_NF: Tensor) -> Tensor:
+    return x_HNF * cos_NF + turned_HNF * sin_NF + turned_HNF
+
+
+def is_turned_first(program: Any) -> bool:
+    """Whether halves are concatenated before they are rotated."""
+    nodes = program.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    return any(half.target == torch.ops.aten.neg.default for node in nodes for half in node.args[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "is_rotation"),
+    [
+        (lambda x, cos, sin: x * cos + turned(x) * sin, True),
+        (lambda x, cos, sin: sin * turned(x, dim=2) + cos * x, True),
+        (lambda x, cos, sin: x * cos + turned(x, half=12) * sin, False),
+        (lambda x, cos, sin: x * cos + turned_back(x) * sin, False),
+        (lambda x, cos, sin: x * cos + turned(x * sin), False),
+        (lambda x, cos, sin: x * cos + turned(x) * sin[:, :1], False),
+        (lambda x, cos, sin: x.relu() * cos + turned(x) * sin, False),
+        (lambda x, cos, sin: used_twice(turned(x), x, cos, sin), False),
+    ],
+)
+def test_vectors_are_rotated_by_halves_with_the_same_bits(function: Any, is_rotation: bool) -> None:
+    """What is no rotation stays as it is."""
+    arguments = [torch.randn(*shape).bfloat16() for shape in ((3, 4, 32), (4, 32), (4, 32))]
+    program: Any = torch.export.export(Function(function), tuple(arguments))
+    before = program.module()(*arguments)
+    nodes_before = len(program.graph_module.graph.nodes)
+    rotate_by_halves_(program.graph_module.graph)
+    program.graph_module.recompile()
+    is_rewritten = len(program.graph_module.graph.nodes) != nodes_before
+    assert is_rewritten == is_rotation
+    assert is_turned_first(program) != is_rotation
+    assert torch.equal(program.module()(*arguments), before)
+
+
+def test_inductor_writes_no_turned_vector_after_the_pass() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    arguments = [torch.randn(*shape).bfloat16() for shape in ((3, 4, 32), (4, 32), (4, 32))]
+    buffers = []
+    for is_rewritten in (False, True):
+        program: Any = torch.export.export(
+            Function(lambda x, cos, sin: x * cos + turned(x) * sin), tuple(arguments)
+        )
+        if is_rewritten:
+            rotate_by_halves_(program.graph_module.graph)
+            program.graph_module.recompile()
+        _, [code] = run_and_get_code(torch.compile(program.module(), fullgraph=True), *arguments)
+        buffers.append(len(re.findall(r"= empty_strided_cpu\(", code)))
+    assert buffers == [2, 1]

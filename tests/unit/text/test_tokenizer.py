@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from yggdrasil.errors import ArtifactError, ConfigError
 from yggdrasil.models.tokenizer import load_tokenizer
+from yggdrasil.text.decoding import ByteDecoder, RecentDecoder
 from yggdrasil.text.tokenizer import TextStream, Tokenizer
 
 TEXT = "Zoë drank a café ☕ and saw 日本 🦊🦊; the end."
@@ -151,6 +152,34 @@ def test_a_stream_after_a_prompt_keeps_the_blank_that_its_decoder_strips(
             assert stream.num_tokens == len(rest)
     # after nothing, the text begins
     assert TextStream(sentence_piece).push(tokens[:1]) == sentence_piece.decode(tokens[:1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_the_bytes_of_tokens_are_the_text_that_the_library_decodes(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    assert tokenizer.is_byte_level
+    any_tokens = st.lists(st.integers(0, tokenizer.num_tokens + 1), max_size=12)  # also special and unknown
+    texts = st.text(alphabet="aé日🦊 ", max_size=9).map(tokenizer.encode)
+    fast = ByteDecoder(tokenizer)
+    plain = RecentDecoder(tokenizer, ())
+    for _ in range(data.draw(st.integers(1, 12))):
+        tokens = data.draw(st.one_of(any_tokens, texts))
+        for decoder in (fast, plain):
+            decoder.add(tokens)
+        whole = plain.text(final=False).rstrip("\ufffd")
+        assert fast.text(final=False).rstrip("\ufffd") == whole
+        count = data.draw(st.integers(0, len(whole)))
+        for decoder in (fast, plain):
+            decoder.take(count)
+    assert fast.text(final=True) == plain.text(final=True)
+
+
+@pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
+def test_other_tokenizers_decode_tokens_together(tmp_path: Path, is_llama: bool) -> None:
+    path = tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama)
+    assert isinstance(Tokenizer(path, "ygg compile").decoder(), RecentDecoder)
 
 
 def test_a_prompt_that_ends_within_a_character_is_no_context(tokenizer: Tokenizer) -> None:
