@@ -95,7 +95,7 @@ def test_the_ratio_is_that_of_the_clocks(race: Race) -> None:
 
 def test_texts_that_differ_are_not_the_same(race: Race) -> None:
     common = race.plain.text[:5]
-    race.plain._stream.text = f"{common}\x00"
+    race.plain._stream._released = [common, "\x00"]
     assert f"the texts differ after {len(common)} characters, " in race.summary()
 
 

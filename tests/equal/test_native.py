@@ -178,12 +178,12 @@ def test_a_step_that_fails_leaves_no_address_of_a_hidden_state(
     assert isinstance(state.hidden_of, HostHidden)
     finish_ = NativeStep._finish_
 
-    def cut(native: NativeStep) -> list[StepResult]:
+    def cut(native: NativeStep, times_ms: Sequence[float]) -> list[StepResult]:
         if failure == "interrupt":
             raise KeyboardInterrupt
         for result in native._results:
             result.path_len = 0
-        return finish_(native)
+        return finish_(native, times_ms)
 
     with monkeypatch.context() as patched:
         patched.setattr(NativeStep, "_finish_", cut)

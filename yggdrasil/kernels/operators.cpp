@@ -10,8 +10,6 @@
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 #include <torch/library.h>
 
-#include <utility>
-
 #include "graph.h"
 #include "step.h"
 
@@ -19,21 +17,33 @@ at::Tensor ygg::empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   return at::detail::empty_cpu(sizes, options);
 }
 
+namespace {
+// A tensor without sizes that begins at element `first` of a tensor's storage.
+at::Tensor alias_of(const at::Tensor& tensor, int64_t first) {
+  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
+  alias.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + first);
+  return alias;
+}
+}  // namespace
+
 at::Tensor ygg::view(const at::Tensor& tensor, int64_t first, at::IntArrayRef sizes) {
   const int64_t last = first + c10::multiply_integers(sizes);
   TORCH_CHECK(tensor.is_contiguous() && 0 <= first && last <= tensor.numel(), "elements ", first, " to ",
               last, " are no contiguous part of a tensor of ", tensor.sizes());
-  at::Tensor part = at::detail::make_tensor<c10::TensorImpl>(
-      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
-  part.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset() + first);
+  at::Tensor part = alias_of(tensor, first);
   part.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return part;
 }
 
 at::Tensor ygg::rows_of(const at::Tensor& tensor, int64_t first, int64_t count) {
+  TORCH_CHECK(0 <= first && 0 <= count && first + count <= tensor.size(0), "no rows ", first, " to ",
+              first + count, " of a tensor of ", tensor.sizes());
   c10::SmallVector<int64_t, 4> sizes(tensor.sizes());
-  const int64_t rows = std::exchange(sizes[0], count);
-  return view(tensor, rows ? first * (tensor.numel() / rows) : 0, sizes);
+  sizes[0] = count;
+  at::Tensor rows = alias_of(tensor, first * tensor.stride(0));
+  rows.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, tensor.strides());
+  return rows;
 }
 
 // ---- arguments and results as torch passes them ----

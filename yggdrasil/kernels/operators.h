@@ -15,10 +15,10 @@ namespace ygg {
 
 // at::empty.
 at::Tensor empty(at::IntArrayRef sizes, const at::TensorOptions& options);
-// A view of a contiguous tensor from its element `first` on. After a forward, torch's own views take 5 us:
-// their code is in no cache.
+// Views that share a tensor's storage. After a forward, torch's own take 5 us: their code is in no cache.
+// A contiguous tensor from its element `first` on:
 at::Tensor view(const at::Tensor& tensor, int64_t first, at::IntArrayRef sizes);
-// The view of `count` rows of a contiguous tensor, as Tensor::narrow.
+// `count` rows of a tensor, as Tensor::narrow:
 at::Tensor rows_of(const at::Tensor& tensor, int64_t first, int64_t count);
 
 // ---- linear.cpp ----

@@ -399,15 +399,14 @@ int64_t token_of(const at::Tensor& row, int64_t likeliest, const ygg::Sampling& 
 ygg::Accepted ygg::follow_sampling(const at::Tensor& logits, const at::Tensor& parent,
                                    const at::Tensor& token, int64_t root_pos, const Sampling& sampling,
                                    const ProcessedText* text) {
-  const at::Tensor rows = logits.contiguous();
-  const Largest best = largest(rows);
-  for (int64_t node = 0; node < rows.size(0); ++node)
+  const Largest best = largest(logits);
+  for (int64_t node = 0; node < logits.size(0); ++node)
     if (!std::isfinite(best.values.const_data_ptr<float>()[node])) return {};
   Accepted accepted;
   int64_t node = 0;
   while (node >= 0) {
     accepted.path.push_back(node);
-    at::Tensor row = rows_of(rows, node, 1);
+    at::Tensor row = rows_of(logits, node, 1);
     int64_t likeliest = best.tokens.const_data_ptr<int64_t>()[node];
     if (text != nullptr) {
       const at::Tensor changed = empty(row.sizes(), row.options().dtype(at::kFloat));
