@@ -20,7 +20,7 @@ from yggdrasil.models.packing import empty_meta
 
 __all__ = ["CompiledModel", "graph_path"]
 
-MOST_CACHED = 96 << 20  # bytes of the largest cache that the cores of a CPU share, but for a few servers'
+MOST_CACHED = 96 << 20  # bytes; few cores share a larger cache
 
 
 def graph_path(folder: Path, num_tokens: int) -> Path:

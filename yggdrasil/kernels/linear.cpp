@@ -44,7 +44,7 @@
 // On Zen 5 lines come into L1, 64 ahead, or 192 in a single panel, and up to six rows take two panels.
 // Weights of 8 and 4 bits are one stream there, 32 groups ahead, while one block has all rows. If one block
 // has all rows and the model is larger than any cache, the lines leave no copy in L2 and L3: forwards take
-// 0.95 of the time, and the code and data of everything else stay there.
+// 0.94 to 0.99 of the time, and the code and data of everything else stay there.
 //
 // Processors without products of bf16 (AVX2, AVX-512 before bf16) widen rows once and weights in registers:
 // two products per word, even k before odd, the order of an fp32 sum. Sixteen registers of eight lanes

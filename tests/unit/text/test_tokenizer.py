@@ -176,6 +176,16 @@ def test_the_bytes_of_tokens_are_the_text_that_the_library_decodes(
     assert fast.text(final=True) == plain.text(final=True)
 
 
+def test_added_tokens_that_no_letters_spell_are_their_own_bytes(tmp_path: Path) -> None:
+    library = tiny_pair.save_tokenizer(tmp_path)
+    library.add_tokens(["two words", "日本", "naïve"])
+    library.save_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json", "ygg compile")
+    tokens = tokenizer.encode("the two words 日本 and naïve!")
+    assert {"two words", "日本", "naïve"} <= set(tokenizer.pieces(tokens))
+    assert tokenizer.bytes_of(tokens).decode(errors="replace") == tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize("is_llama", (False, True), ids=("metaspace", "llama"))
 def test_other_tokenizers_decode_tokens_together(tmp_path: Path, is_llama: bool) -> None:
     path = tiny_pair.save_sentence_piece_tokenizer(tmp_path, is_llama=is_llama)
