@@ -2,7 +2,7 @@
 
 The pair at real size in three formats, on the same prompts. Perplexity: that of the test texts in the
 compiled graphs, over that of the weights as they are. Forwards: every graph up to 32 tokens of every
-format in turn, each right after one of the same graph. Decoding: plain decoding and the default policy in
+format in turn, each after four of the same graph. Decoding: plain decoding and the default policy in
 every format, all arms in turn at temperatures 0 and 0.8; within a format a text that differs from plain
 decoding's ends the run. Memory: the part of the target's weight file that is resident after all that.
 
