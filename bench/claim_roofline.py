@@ -4,12 +4,13 @@ host add to them?
 Measured in turn, so that drift hits all alike: the rate at which memory is read, the throughput of
 `torch.mm` on large matrices (in the pair's dtype, or in float32 where the processor multiplies that
 faster), and every graph of both menus at three contexts, the last as long as the pair's context, each
-after four of the same graph; after the draft's forwards, verification takes a little longer. A pass reads the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
-context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a weight
-and token at the measured throughput. T(1) is the time of the narrowest graph, on which one token runs: of
-one row for quantised weights, else of two. The host's share comes from the steps of the default policy on
-one held-out prompt (`yggdrasil/report/recording.py`). The draft's weights fit the processor's caches, where
-they may be read faster than memory.
+after four of the same graph; after the draft's forwards, verification takes a little longer. A pass reads
+the weights, as many bytes as they take in memory (compressed ones three quarters), and the KV of the
+context: its memory ceiling is those bytes at the measured rate, its compute ceiling two operations a
+weight and token at the measured throughput. T(1) is the time of the narrowest graph, on which one token
+runs: of one row for quantised weights, else of two. The host's share comes from the steps of the default
+policy on one held-out prompt (`yggdrasil/report/recording.py`). The draft's weights fit the processor's
+caches, where they may be read faster than memory.
 
 Refuted if a goal of the table is missed: verification that grows faster with its width, or is farther from
 the memory's ceiling, than the goals; a prefill chunk below 0.6 of the matrix throughput; a growth step
