@@ -42,9 +42,9 @@
 // ahead where memory is the limit, 64 or 96 where arithmetic is. Further ahead, the processor's own
 // prefetcher stops. Slower: chunks of k, lines prefetched into L1, eight rows by one or two panels.
 // On Zen 5 lines come into L1, 64 ahead, or 192 in a single panel, and up to six rows take two panels.
-// Weights of 8 and 4 bits are one stream there, 32 groups ahead, while one block has all rows. If one block
-// has all rows and the model is larger than any cache, the lines leave no copy in L2 and L3: forwards take
-// 0.94 to 0.99 of the time, and the code and data of everything else stay there.
+// Weights of 8 and 4 bits are one stream there, 32 groups ahead, while one block has all rows, with 8 bits
+// up to eight. If one block has all rows and the model is larger than any cache, the lines leave no copy in
+// L2 and L3: forwards take 0.94 to 0.99 of the time, and the code and data of everything else stay there.
 //
 // Processors without products of bf16 (AVX2, AVX-512 before bf16) widen rows once and weights in registers:
 // two products per word, even k before odd, the order of an fp32 sum. Sixteen registers of eight lanes
@@ -395,11 +395,15 @@ void compute_expanded(Product product, int64_t begin, int64_t end) {
 
 constexpr int kQuantisedRows = kLanes == 16 ? 6 : 3;
 
+// Most rows of a single block. On Zen 5 one block of eight rows and weights of 8 bits waits for memory as
+// fewer rows do; two blocks take 1.25 times as long. With 4 bits two blocks are as fast (by measurement).
+constexpr int rows_at_once(int bits) { return kReadsIntoL1 && bits == 8 ? 8 : kQuantisedRows; }
+
 // Panels at once, whose sums fit the registers. One row of x waits for memory all the time. With weights of
 // 4 bits it is fastest without any prefetching, one panel after the other: the processor's own prefetcher
 // reads further ahead in one stream than in four short ones (measured on Zen 4).
 constexpr int quantised_panels(int bits, int rows) {
-  if (kLanes < 16 || (bits == 4 && rows == 1)) return 1;
+  if (kLanes < 16 || (bits == 4 && rows == 1) || rows > kQuantisedRows) return 1;
   return rows <= 2 ? 4 : 2;
 }
 
@@ -413,7 +417,7 @@ constexpr int64_t kGroupsAhead = kReadsIntoL1                   ? 32
 // Rows of a block: of the sizes that are not small, the one that computes the fewest rows twice. With six
 // rows of two panels and weights of 4 bits, GCC keeps some sums in memory, so there are at most five.
 int64_t quantised_rows(int bits, int64_t rows) {
-  if (rows <= kQuantisedRows) return rows;
+  if (rows <= rows_at_once(bits)) return rows;
   const auto computed = [&](int64_t size) { return (rows + size - 1) / size * size; };
   int64_t best = kLanes == 16 && bits == 4 ? kQuantisedRows - 1 : kQuantisedRows;
   for (int64_t size = best - 1; size > kQuantisedRows / 2; --size)
@@ -451,7 +455,7 @@ void multiply_quantised(const Product& product, int64_t panel, float* sums) {
 }
 
 // All rows of the panels [begin, end).
-template <class Dtype, int kBits, int kRows = kQuantisedRows>
+template <class Dtype, int kBits, int kRows = rows_at_once(kBits)>
 void compute_quantised(const Product& product, int64_t begin, int64_t end) {
   if constexpr (kRows > 1) {
     if (kRows > quantised_rows(kBits, product.rows))

@@ -3,9 +3,9 @@
 // A vector instruction multiplies unsigned weights by signed numbers of x and adds four products a column.
 // The weights' zero (128 or 8) times the sum of x is subtracted first, so no sum over weights is stored.
 // All this is exact in int32. Where arithmetic is the limit, two panels are multiplied at a time: with one,
-// loading numbers of x takes longer than the products. The sums of six rows fit the registers. More rows
-// read the panels again, from L1 or L2. Few rows wait for memory (linear.cpp chooses the panels that it
-// delivers fastest).
+// loading numbers of x takes longer than the products. The sums of six rows fit the registers, and with one
+// panel those of eight. More rows read the panels again, from L1 or L2. Few rows wait for memory
+// (linear.cpp chooses the panels that it delivers fastest).
 //
 // x is rounded once per operator, in blocks of rows:
 //
