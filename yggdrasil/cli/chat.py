@@ -17,6 +17,7 @@ from yggdrasil.cli.prompt import unreadable_input
 from yggdrasil.cli.request import add_pair, add_request, load_chosen_pair, request_config
 from yggdrasil.cli.terminal import is_terminal, print_dim
 from yggdrasil.errors import ConfigError, UsageError, YggError, first_line
+from yggdrasil.store.storage import write_whole
 
 if TYPE_CHECKING:
     from yggdrasil.api import Pair
@@ -228,7 +229,7 @@ class Chat:
         """Write the conversation to a file, as JSON."""
         text = json.dumps(self.messages, ensure_ascii=False, indent=1)
         try:
-            Path(file).expanduser().write_text(f"{text}\n", encoding="utf-8")
+            write_whole(Path(file).expanduser(), f"{text}\n".encode())
         except (OSError, RuntimeError, ValueError) as error:  # of a user without a home, of a name
             reason = getattr(error, "strerror", None) or first_line(error)
             raise UsageError(f"{file} cannot be written ({reason})", "/save FILE") from None

@@ -21,7 +21,7 @@ from yggdrasil.models.load import check_vocabularies, load_config, shared_vocab,
 from yggdrasil.models.sharding import check_divisible
 from yggdrasil.models.support import context_limits, kv_shape
 from yggdrasil.models.tokenizer import load_tokenizer
-from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT
+from yggdrasil.offline.traces import BUNDLED_TEXT, CALIBRATION_TEXT, check_lengths, read_texts
 from yggdrasil.store import artifacts
 from yggdrasil.store.digests import KnownFile, read_files
 from yggdrasil.store.sources import is_gguf
@@ -68,6 +68,8 @@ def describe_pair(
     tokenizer = load_tokenizer(target)
     if is_gguf(target):
         check_tokenizer(target, tokenizer)
+    texts = read_texts(calibration)[: config.calibration_texts]
+    check_lengths((tokenizer.backend_tokenizer.encode(text).ids for text in texts), str(calibration))
     if draft is None:
         _check_own_draft(config, target_config.num_hidden_layers)
     else:

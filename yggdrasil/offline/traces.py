@@ -6,7 +6,7 @@ Shapes: L = tokens of a text; here M = tokens after a prompt.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ __all__ = [
     "Passage",
     "Traces",
     "beginnings",
+    "check_lengths",
     "drafted_traces",
     "forced_positions",
     "further_passages",
@@ -95,13 +96,24 @@ def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> 
     """Prompts from texts: at most PROMPT_LEN tokens of each, at least two.
 
     Args:
-        calibration: Path of the texts for the error; empty for the bundled ones.
+        calibration: As `check_lengths` has it.
 
     Raises:
         ConfigError: no text has two tokens.
     """
     prompts = [tokens[:PROMPT_LEN] for tokens in _encoded(texts, tokenizer)]
-    if not prompts:
+    check_lengths(prompts, calibration)
+    return prompts
+
+
+def check_lengths(tokens: Iterable[Sequence[int]], calibration: str) -> None:
+    """Raise ConfigError unless a text has two tokens; reads on to the first one that has.
+
+    Args:
+        tokens: Of every text.
+        calibration: Path of the texts for the error; empty for the bundled ones.
+    """
+    if all(len(each) < 2 for each in tokens):
         path = calibration or str(CALIBRATION_TEXT)
         raise ConfigError(
             "calibration",
@@ -109,7 +121,6 @@ def beginnings(texts: Sequence[str], tokenizer: Tokenizer, calibration: str) -> 
             "a file with at least one text of two tokens",
             "ygg compile TARGET DRAFT --calibration FILE",
         )
-    return prompts
 
 
 class Passage(NamedTuple):

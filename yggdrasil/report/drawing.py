@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from yggdrasil.errors import ConfigError, UsageError
+from yggdrasil.store.storage import write_whole
 
 __all__ = ["load_matplotlib", "save_figure"]
 
@@ -31,8 +33,10 @@ def load_matplotlib() -> Any:
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as PNG; raises ConfigError if the folder cannot be written."""
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=130)
     try:
-        figure.savefig(path, dpi=130)
+        write_whole(path, image.getvalue())
     except OSError as error:
         raise ConfigError(
             "out", str(path.parent), f"a folder that you can write ({error.strerror})"

@@ -12,6 +12,7 @@ from yggdrasil.errors import ConfigError
 from yggdrasil.pair import LoadedPair
 from yggdrasil.picture import Picture
 from yggdrasil.state import StepResult
+from yggdrasil.store.storage import write_whole
 from yggdrasil.text.tokenizer import TextStream, Tokenizer
 
 __all__ = ["step_line", "trees_page", "write_page"]
@@ -87,7 +88,7 @@ def trees_page(
 def write_page(page: str, path: Path) -> Path:
     """Write the page; raises ConfigError if the file cannot be written."""
     try:
-        path.write_text(page, encoding="utf-8")
+        write_whole(path, page.encode())
     except OSError as error:
         raise ConfigError("html", str(path), f"a file that can be written ({error.strerror})") from None
     return path

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import time
@@ -31,6 +32,7 @@ __all__ = [
     "store_errors",
     "sweep",
     "temporary_folder",
+    "write_whole",
 ]
 
 FOLDER_MODE = 0o755  # before umask: other users must not be able to write files that are loaded as code
@@ -72,6 +74,28 @@ def put(temporary: Path, path: Path) -> None:
     if path.is_dir() or (temporary.is_dir() and path.exists()):
         remove(path)
     os.replace(temporary, path)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that a user named: whole, or it stays as it was.
+
+    What has no whole, such as a pipe or a device, is written to, and so is a file in a closed folder.
+
+    Raises:
+        OSError: it cannot be written; missing folders are not made.
+    """
+    path = Path(os.path.realpath(path))  # a link stays, and what it names is replaced
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        temporary.write_bytes(content)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -199,6 +199,17 @@ def test_a_model_with_too_few_positions_is_refused_by_name(model: str, num_posit
     assert max_context(config, models) == 32
 
 
+def test_a_calibration_of_single_tokens_is_refused_before_anything_is_built(
+    tmp_path: Path, llama_folders: tuple[str, str]
+) -> None:
+    texts = tmp_path / "short.txt"
+    texts.write_text("O\n\nO")
+    with pytest.raises(ConfigError, match=f"calibration: '{texts}' .*at least one text of two tokens"):
+        describe_pair(*llama_folders, "pair", TINY, texts)
+    texts.write_text("O\n\nOnce upon a time")
+    assert describe_pair(*llama_folders, "pair", TINY, texts).calibration == str(texts)
+
+
 def test_cuda_without_a_device_is_refused_with_a_command(llama_folders: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="device: 'cuda' .*; ygg compile TARGET DRAFT --device cpu"):
         describe_pair(*llama_folders, "pair", replace(TINY, device="cuda"), CALIBRATION_TEXT)

@@ -22,6 +22,7 @@ from yggdrasil.store.storage import (
     store_errors,
     sweep,
     temporary_folder,
+    write_whole,
 )
 
 
@@ -199,3 +200,36 @@ def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> No
     with pytest.raises(type(error)) as raised, store_errors(tmp_path / "store"):
         raise error
     assert raised.value is error
+
+
+def test_a_file_of_the_user_is_written_whole_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    write_whole(path, b"one")
+    path.chmod(0o640)
+    link = tmp_path / "link.html"
+    link.symlink_to(path)
+    write_whole(link, b"two")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777, link.is_symlink()) == (b"two", 0o640, True)
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, b"three")
+    assert path.read_bytes() == b"two"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.html", "page.html"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"page")
+    assert os.read(reader, 10) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()
